@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from llmscale.checkpoint.inventory import FoundCheckpoints
+    from llmscale.checkpoint.manifest import Checkpoint
     from llmscale.checkpoint.run_state import RunState
     from llmscale.config.run_config import RunConfig
     from llmscale.data.loader import MicroBatch
@@ -106,7 +107,7 @@ def _run(args: argparse.Namespace) -> int:
         start = prepare_start(_config(args, listing, checkpoint, Path(folder)), 1)
         if checkpoint is None:
             # In the order that the run began with, without what it skipped.
-            saved = load_run_state(_describing(args.step, listing))
+            saved = load_run_state(_describing(args.step, listing).path)
             start = replace(start, stream=stream_of_checkpoint(start.config, start.sets, saved))
         without = _parse_samples(args.without, start, args.step)
         samples = read_step_samples(start.config, start.sets, start.stream, args.step)
@@ -129,6 +130,8 @@ def _run(args: argparse.Namespace) -> int:
     print(f"step {args.step:,} of {start.resolved.total_steps:,}: loss {replayed.loss:.6f}{norm}")
     begin = checkpoint.name if checkpoint else f"step 0 ({_origin(start.config.init_from)})"
     print(f"from {begin}, {count_nouns(again, 'step')} in between taken again; {_who(replayed.replayed_by)}")
+    if checkpoint is None and (later := _start_between(args.step, _describing(args.step, listing).step, history)):
+        print(f"with the flags of the start after step {later:,}: those of the start that took the step are gone")
     if replayed.was_skipped:
         print("fp16 gradients overflowed: the optimizer took no step, and gradients have no norm")
     is_changed = bool(without or args.precision or args.ds)
@@ -148,7 +151,7 @@ def _choose_checkpoint(run: Path, step: int, listing: FoundCheckpoints, history:
     if before is not None:
         return before.path
     starts = [at for at, _ in history.of_kind("event", "start")]
-    has_beginning = not starts or starts[0] == 0
+    has_beginning = starts[0] == 0 if starts else listing.origin is None
     if has_beginning and step <= _MOST_FROM_START:
         return None
     spans = [f"1 to {min(_MOST_FROM_START, last):,}"] if has_beginning else []
@@ -179,7 +182,7 @@ def _config(args: argparse.Namespace, listing: FoundCheckpoints, checkpoint: Pat
 
     # The first checkpoint after the step has the flags of the start that took it.
     after = [one.path for one in listing.current if one.step >= args.step]
-    described_by = checkpoint or _describing(args.step, listing)
+    described_by = checkpoint or _describing(args.step, listing).path
     state = load_run_state(described_by)
     where = str(after[-1] if after else args.run / CONFIG_NAME)
     recorded: object
@@ -223,9 +226,18 @@ def _config(args: argparse.Namespace, listing: FoundCheckpoints, checkpoint: Pat
     return config
 
 
-def _describing(step: int, listing: FoundCheckpoints) -> Path:
+def _describing(step: int, listing: FoundCheckpoints) -> Checkpoint:
     """Return the oldest checkpoint from a step on, which describes the run where no earlier one is left."""
-    return next(one.path for one in reversed(listing.current) if one.step >= step)
+    later = next((one for one in reversed(listing.current) if one.step >= step), None)
+    if later is None:
+        raise CheckpointError(f"--step {step}: no checkpoint before or after it is whole. Name a later step.")
+    return later
+
+
+def _start_between(step: int, described: int, history: RunHistory) -> int | None:
+    """Return the step after which the run was started again, between a step and the checkpoint that describes it."""
+    starts = [after for after, _ in history.of_kind("event", "start") if step <= after < described]
+    return starts[-1] if starts else None
 
 
 def _beginning(run: Path, config: RunConfig, state: RunState) -> dict[str, object]:

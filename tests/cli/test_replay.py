@@ -169,6 +169,16 @@ def test_a_run_with_initial_weights_begins_with_them_again(
     assert replay(tuned, "--step", 3, "--precision", "fp32")["loss"] == pytest.approx(read_losses(tuned)[3], rel=1e-2)
 
 
+def test_flags_that_are_gone_are_said(run: Path, tmp_path: Path, llmscale: Callable) -> None:
+    """The oldest checkpoint left is of the second start, which had another learning rate."""
+    folder = shutil.copytree(run, tmp_path / "run")
+    for step in (8, 16, 18):
+        shutil.rmtree(folder / "checkpoints" / f"step-{step:08}")
+    done = llmscale("replay", str(folder), "--step", "3", "--samples", "1")
+    assert done.returncode == 0, done.stderr
+    assert "with the flags of the start after step 18" in done.stdout
+
+
 def test_what_can_be_replayed_is_said_where_the_beginning_is_too_far(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
