@@ -200,10 +200,10 @@ def _entries(folder: Path) -> list[Path]:
         names = os.listdir(folder)
     except FileNotFoundError:
         return []
-    except NotADirectoryError:
-        file = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-        raise CheckpointError(f"{file} is a file. Name a run folder, or one of its checkpoints/step-*.") from None
     except OSError as error:
+        if folder.parent.is_file():
+            where = f"{folder.parent} is a file. Name a run folder, or one of its checkpoints/step-*."
+            raise CheckpointError(where) from None
         raise CheckpointError(
             f"{folder} cannot be listed: {error.strerror}. Repair it, or name another run folder."
         ) from None

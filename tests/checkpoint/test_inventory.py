@@ -226,6 +226,14 @@ def test_a_folder_that_cannot_be_listed_is_no_empty_one(tmp_path: Path) -> None:
             look(tmp_path)
 
 
+def test_a_file_is_no_run_folder(tmp_path: Path) -> None:
+    file = tmp_path / "texts.jsonl"
+    file.write_text("{}")
+    for look in (find_checkpoints, find_any_checkpoint, list_checkpoints):
+        with pytest.raises(CheckpointError, match=r"texts\.jsonl is a file\. Name a run folder"):
+            look(file)
+
+
 def test_a_path_that_is_gone_names_what_there_is(tmp_path: Path) -> None:
     write(tmp_path, 50)
     with pytest.raises(CheckpointError, match=r"does not exist: .* The newest of its run is step-00000050"):
