@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from tests import warm_start
 from tests.conftest import REPOSITORY
@@ -60,3 +62,24 @@ def conversations_in(row: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         if len(text):
             conversations.append((torch.tensor(list(text)), is_target))
     return conversations
+
+
+#: Special tokens of `write_tokenizer`, from 0 on.
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>")
+
+
+def write_tokenizer(folder: Path, template: str | None, eos: str = "<|endoftext|>") -> None:
+    """Write a byte-level tokenizer with a chat template."""
+    fast = FastTokenizer(models.BPE())
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=[*SPECIAL], initial_alphabet=alphabet, show_progress=False
+    )
+    fast.train_from_iterator(["\n\nIt is four is it  <|im_start|>user\nWhat is it\n\n"], trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    fast.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": eos}
+    named = {} if template is None else {"chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | named))

@@ -88,11 +88,13 @@ def add_prepare(commands: argparse._SubParsersAction[FlagParser]) -> None:
     text = "stream: windows of the text as a whole; best-fit: rows that start at a document and are filled with others "
     text += "that fit, without the ends of some; pad: one conversation a row; default: stream, with --chat best-fit"
     flag(parser, "--packing", text, choices=["stream", "best-fit", "pad"])
-    text = "records are conversations: messages of role and content, prompt and completion, or ShareGPT's "
-    flag(parser, "--chat", f"{text}conversations; the tokens of the assistant's turns are the targets")
+    text = "records are conversations: messages of role and content, prompt and completion, ShareGPT's conversations, "
+    flag(parser, "--chat", f"{text}Alpaca's instructions; the tokens of the assistant's turns are the targets")
     text = "targets: the assistant's turns with their ends, or all tokens"
     flag(parser, "--train-on", text, default="assistant", choices=["assistant", "all"])
     flag(parser, "--chat-template FILE", "Jinja template; default: the tokenizer's own, else a simple one", local_path)
+    text = "token that ends the assistant's turns, for a template that ends them with none"
+    flag(parser, "--end-of-turn TOKEN", text, nonblank)
     flag(parser, "--truncate", "cut conversations that are longer than a row; default: leave them out")
     flag(parser, "--compression", "compress the shards; default: not", default="", choices=["zstd"])
     flag(parser, "--workers N", "tokenising threads; default: one per core", whole_number(1, limits.MAX_WORKERS))
@@ -103,7 +105,7 @@ def add_prepare(commands: argparse._SubParsersAction[FlagParser]) -> None:
     parser.needs = [
         *parser.needs,
         Need("work_dir", "an --out that is a URL", lambda args: "://" in args.out),
-        Need("train_on chat_template truncate", "--chat", lambda args: args.chat),
+        Need("train_on chat_template truncate end_of_turn", "--chat", lambda args: args.chat),
         Need("seed", "with --no-shuffle and --val-fraction 0", lambda args: not args.no_shuffle or args.val_fraction),
     ]
     parser.set_defaults(handler=_prepare)
@@ -200,7 +202,7 @@ def _open_tokenizer(args: argparse.Namespace, source: Source) -> Tokenizer:
 
 def _chat_settings(args: argparse.Namespace, tokenizer: Tokenizer) -> ChatSettings | None:
     """Return the choices of --chat, or None without it. Raises ConfigError, DataError."""
-    from llmscale.data.prepare.chat import ChatSettings, find_template
+    from llmscale.data.prepare.chat import ChatSettings, describe_template, find_template
     from llmscale.untrusted.documents import CONFIG_MAX_BYTES
     from llmscale.untrusted.paths import read_regular, unreadable_as
 
@@ -215,7 +217,10 @@ def _chat_settings(args: argparse.Namespace, tokenizer: Tokenizer) -> ChatSettin
     if args.chat_template is not None:
         with unreadable_as(ConfigError, f"--chat-template {args.chat_template}"):
             source = read_regular(args.chat_template, CONFIG_MAX_BYTES).decode(errors="replace")
-    return ChatSettings(find_template(tokenizer, source), args.train_on, args.truncate, args.packing != "pad")
+    template = find_template(tokenizer, source, args.end_of_turn or "")
+    for line in describe_template(tokenizer, template):
+        print_visible(line, file=sys.stderr)
+    return ChatSettings(template, args.train_on, args.truncate, args.packing != "pad")
 
 
 def _check_out(args: argparse.Namespace) -> Path | str:

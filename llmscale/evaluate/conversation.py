@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from llmscale.data.prepare.chat import ChatEncoder, ChatSettings, ChatTemplate, find_template
+from llmscale.data.prepare.chat import ChatEncoder, ChatSettings, find_template
+from llmscale.data.prepare.chat_template import ChatTemplate
 from llmscale.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from llmscale.data.tokenizers.tokenizer import Tokenizer
 
@@ -35,7 +36,7 @@ class Conversation:
         settings = ChatSettings(of_data)
         self._encoder = ChatEncoder(tokenizer, settings, max_tokens)
         self._max_tokens = max_tokens
-        self._end = settings.template.end_of_turn()
+        self._end = settings.template.end_of_turn
         self._turns: list[dict[str, str]] = []
 
     def ask(self, line: str) -> list[int]:

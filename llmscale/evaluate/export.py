@@ -185,7 +185,7 @@ def _check_tokens(
 def _end_of_turn(tokenizer: Tokenizer, source: str) -> int | None:
     """Return the token with which turns end in a chat template; None where a text of several tokens ends them."""
     tokenizer, template = open_template(tokenizer, source)
-    tokens = tokenizer.encode(template.end_of_turn())
+    tokens = tokenizer.encode(template.end_of_turn)
     return tokens[0] if len(tokens) == 1 else None
 
 

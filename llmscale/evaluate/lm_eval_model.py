@@ -14,7 +14,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 
-from llmscale.data.prepare.chat import ChatTemplate
+from llmscale.data.prepare.chat_template import ChatTemplate
 from llmscale.data.tokenizers.tokenizer import Tokenizer
 from llmscale.errors import ConfigError
 from llmscale.evaluate.generate import SamplingSettings, sample
@@ -85,8 +85,8 @@ class LlmscaleLM(LM):
         if self.template is None:
             raise ConfigError("the model was evaluated without --chat, and a task asks for its chat template.")
         if add_generation_prompt:
-            return self.template.prompt(chat_history)
-        text, _ = self.template.find_turns(chat_history, None, ())
+            return self.template.render(chat_history, prompts=True)
+        text = self.template.render(chat_history)
         begun = chat_history[-1]["content"]
         return text[: text.rindex(begun) + len(begun)]
 
@@ -120,7 +120,7 @@ class LlmscaleLM(LM):
         end = self._tokenizer.decode([self._tokenizer.eot_token])
         stops = handle_stop_sequences(options["until"], eos=end)
         if self.template is not None:
-            stops = [*stops, self.template.end_of_turn()]
+            stops = [*stops, self.template.end_of_turn]
         return _Generation(settings, tuple(stops), seq_len - most)
 
     def _generate(self, contexts: Sequence[list[int]], how: _Generation) -> list[str]:

@@ -54,6 +54,9 @@ from llmscale.errors import DataError
 from llmscale.terminal.human_numbers import count_nouns
 from llmscale.terminal.progress import show_progress
 
+#: Counts changes of what the same conversations and template become.
+_READING = 2
+
 
 @dataclass(frozen=True)
 class PrepareOptions:
@@ -160,6 +163,7 @@ def _request(source: Source, tokenizer: Tokenizer, options: PrepareOptions) -> P
         digest = hashlib.sha256(options.chat.template.source.encode()).hexdigest()
         chat = {"--train-on": options.chat.train_on, "--truncate": options.chat.truncates}
         chat["contents of the chat template"] = digest[:16]
+        chat["reading of conversations"] = _READING
     return {
         "--input": source.name,
         "contents of --input": source.fingerprint()[:16],

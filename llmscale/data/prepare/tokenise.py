@@ -210,21 +210,23 @@ class BatchTokeniser:
     def _render(self, batch: Batch, encoder: ChatEncoder) -> TokenisedBatch:
         """Tokenise conversations, which have no other ends than those of the template."""
         left_out: Counter[str] = Counter()
+        rejected = list(batch.rejected)
         parts, hashes = [np.zeros(0, np.uint32)], []
-        for document in batch.documents:
-            if not isinstance(document, str):
-                raise DataError("--chat reads conversations, and --input holds tokens. Leave out --chat for tokens.")
-            tokens, reason = encoder.encode_conversation(document)
-            if reason:
-                left_out[reason] += 1
+        documents = [document for document in batch.documents if isinstance(document, str)]
+        if len(documents) < len(batch.documents):
+            raise DataError("--chat reads conversations, and --input holds tokens. Leave out --chat for tokens.")
+        for document, encoded in zip(documents, encoder.encode_conversations(documents), strict=True):
+            if encoded.refusal:
+                left_out[encoded.refusal] += 1
             else:
-                parts.append(tokens)
-                hashes.append(hash_text(document))
+                parts.append(encoded.tokens)
+                hashes.append(hash_text(document.partition("\n")[0]))
+            if encoded.dropped:
+                where = f"the conversation {document[:60]!r}"
+                rejected.append(Rejected(where, encoded.dropped, document.encode()))
         num_text_bytes = [int(self._token_bytes[ids_of(part)].sum()) for part in parts[1:]]
         begins = [*itertools.accumulate(map(len, parts))]
-        return TokenisedBatch(
-            np.concatenate(parts), begins, num_text_bytes, hashes, batch.rejected, batch.mark, left_out
-        )
+        return TokenisedBatch(np.concatenate(parts), begins, num_text_bytes, hashes, rejected, batch.mark, left_out)
 
     def _join(self, parts: Sequence[TokenArray]) -> tuple[Tokens, list[int]]:
         """Concatenate documents with begin-of-text and end-of-text, and return their offsets."""

@@ -353,10 +353,10 @@ class HuggingFaceTokenizer(Tokenizer):
         with _one_line(f"{self.spec}/{JSON_NAME} cannot encode the text"):
             return self._fast.encode(text, add_special_tokens=add_special_tokens)
 
-    def encode_with_ends(self, text: str) -> tuple[list[int], list[int]]:
-        """Return the token ids of a text, and the place in it at which each ends."""
+    def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the token ids of a text, and the places in it at which each begins and ends."""
         encoding = self._encode_one(text)
-        return list(encoding.ids), [end for _, end in encoding.offsets]
+        return list(encoding.ids), list(encoding.offsets)
 
     def parsing_special(self) -> HuggingFaceTokenizer:
         """Return the tokenizer that encodes special tokens in a text as such."""

@@ -9,20 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.cli.main import main
 from llmscale.data.prepare import packing
-from llmscale.data.prepare.chat import (
-    DEFAULT_TEMPLATE,
-    TOO_LONG,
-    ChatEncoder,
-    ChatSettings,
-    conversation_text,
-    find_template,
-)
+from llmscale.data.prepare.chat import TOO_LONG, ChatEncoder, ChatSettings, find_template
+from llmscale.data.prepare.chat_template import DEFAULT_TEMPLATE
+from llmscale.data.prepare.conversations import conversation_text
 from llmscale.data.prepare.packing import ConversationPacking, PackingState
 from llmscale.data.shards.cache import open_set
 from llmscale.data.shards.manifest import load_manifest
@@ -34,7 +27,7 @@ from llmscale.evaluate.export import describe_export, write_model
 from llmscale.evaluate.prune import ModelWeights
 from llmscale.model.gpt import GPT
 from scripts.bench.transformers_package import import_transformers
-from tests.conversations import write_conversations
+from tests.conversations import write_conversations, write_tokenizer
 
 #: As Qwen2.5's, which renders a system turn of its own, without and with markers of what is generated.
 CHATML = (
@@ -66,22 +59,9 @@ DIALOGUE = [
 @pytest.fixture
 def model(tmp_path: Path) -> Any:
     """`model(template)`: a folder with a byte-level tokenizer and the template."""
-    fast = FastTokenizer(models.BPE())
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    fast.decoder = decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>"]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    fast.train_from_iterator(["\n\nIt is four is it  <|im_start|>user\nWhat is it\n\n"], trainer)
 
     def make(template: str | None, eos: str = "<|endoftext|>") -> Path:
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": eos}
-        (tmp_path / "model").mkdir()
-        fast.save(str(tmp_path / "model" / "tokenizer.json"))
-        named = {} if template is None else {"chat_template": template}
-        (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(config | named))
+        write_tokenizer(tmp_path / "model", template, eos)
         return tmp_path / "model"
 
     return make
@@ -93,8 +73,10 @@ def encode(
     """Return ids, which are targets, and why the conversation is left out."""
     tokenizer = load_tokenizer(str(folder), parse_special=True)
     chosen = ChatSettings(find_template(tokenizer), **settings)
-    tokens, reason = ChatEncoder(tokenizer, chosen, seq_len).encode_conversation(json.dumps({"messages": messages}))
-    return ids_of(tokens).tolist(), are_targets(tokens).tolist(), reason
+    document = conversation_text({"messages": messages}, "messages")
+    [encoded] = ChatEncoder(tokenizer, chosen, seq_len).encode_conversations([document])
+    reason = encoded.dropped or encoded.refusal
+    return ids_of(encoded.tokens).tolist(), are_targets(encoded.tokens).tolist(), reason
 
 
 def test_tokens_and_mask_are_those_of_transformers(model: Any) -> None:
@@ -125,10 +107,9 @@ def test_turns_are_found_without_markers(model: Any) -> None:
     assert [theirs.decode(text) for text in texts] == answers
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(model: Any) -> None:
+def test_a_template_that_drops_earlier_turns_is_refused(model: Any) -> None:
     only_last = CHATML.replace("message.content +", "(message.content if loop.last else '') +")
-    with pytest.raises(DataError, match="turn 2 cannot be located"):
-        encode(model(only_last), DIALOGUE)
+    assert "drops a text of user, 'What is  2+2?'" in encode(model(only_last), DIALOGUE)[2]
 
 
 def test_a_template_runs_in_a_sandbox(model: Any) -> None:
@@ -145,11 +126,6 @@ def test_a_template_that_fails_refuses_the_conversation(model: Any, fault: str) 
     assert "refuses" in encode(folder, DIALOGUE)[2]
     with pytest.raises(DataError, match="refuses the conversation"):
         Conversation(load_tokenizer(str(folder)), None, 64)
-
-
-def test_marks_in_a_record_move_no_target() -> None:
-    record = {"messages": DIALOGUE, "tools": ["\ufdd0", {"a": "\ufdd1"}]}
-    assert not {"\ufdd0", "\ufdd1"} & {*conversation_text(record, "messages")}
 
 
 def test_end_of_text_within_a_conversation_needs_a_row_of_its_own(model: Any) -> None:
@@ -169,24 +145,10 @@ def test_default_template_by_hand() -> None:
     assert ids[-1] == 256
     assert bytes(t for t, is_target in zip(ids, targets, strict=True) if is_target).decode() == "Welcome<|end|>"
     template = find_template(load_tokenizer("bytes"))
-    assert template.prompt(DIALOGUE[2:3]) == "<|user|>\nThanks<|end|>\n<|assistant|>\n"
-    assert template.end_of_turn() == "<|end|>"
+    assert template.render(DIALOGUE[2:3], prompts=True) == "<|user|>\nThanks<|end|>\n<|assistant|>\n"
+    assert template.end_of_turn == "<|end|>"
     all_targets = encode("bytes", DIALOGUE[2:], train_on="all")[1]
     assert all_targets == [False] + [True] * (len(ids) - 1), "nothing precedes the first"
-
-
-@pytest.mark.parametrize(
-    ("record", "turns"),
-    [
-        ({"messages": DIALOGUE[2:]}, DIALOGUE[2:]),
-        ({"prompt": "Thanks", "completion": "Welcome"}, DIALOGUE[2:]),
-        ({"prompt": DIALOGUE[2:3], "completion": DIALOGUE[3:]}, DIALOGUE[2:]),
-        ({"conversations": [{"from": "human", "value": "Thanks"}, {"from": "gpt", "value": "Welcome"}]}, DIALOGUE[2:]),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "Thanks"}]}, DIALOGUE[3]]}, DIALOGUE[2:]),
-    ],
-)
-def test_records_of_every_form(record: dict[str, object], turns: object) -> None:
-    assert json.loads(conversation_text(record, "messages")) == {"messages": turns}
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import BinaryIO
 
 from llmscale.config.bundled_files import install_command
+from llmscale.data.prepare.conversations import without_nulls
 from llmscale.data.prepare.output_folder import rejected_path
 from llmscale.data.prepare.sources.clean_folder import MANIFEST_NAME as CLEAN_MANIFEST_NAME
 from llmscale.data.prepare.sources.clean_folder import load_clean_manifest, parse_clean_manifest, without_removed
@@ -94,6 +95,8 @@ class HuggingFaceSource(Source):
             try:
                 for record in self._open(done):
                     where = f"{self.name}, record {done}"
+                    if self._options.is_chat:
+                        record = without_nulls(record)
                     document = document_of(record, self._options, where, b"", is_first=done == 0)
                     if isinstance(document, Rejected):
                         document.contents = str(record)[:10_000].encode(errors="replace")

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
+from llmscale.data.prepare.conversations import without_nulls
 from llmscale.data.prepare.sources import source
 from llmscale.data.prepare.sources.source import (
     HALF_PAIRS,
@@ -188,6 +189,8 @@ def read_csv(file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules 
 
     A row that ends early has an empty text. Raises DataError: no such column, an open quote, a row that is too long.
     """
+    if options.is_chat:
+        raise DataError(f"{name}: --chat reads conversations from JSON lines and Parquet, not from CSV.")
     lines = _Lines(io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline=""))
     # The limit of one value holds for the process; its default is 128 KiB.
     csv.field_size_limit(source.MAX_DOCUMENT_BYTES)
@@ -264,47 +267,58 @@ _BATCH_ROWS = 64
 
 def read_parquet(file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None) -> Iterator[Record]:
     """Read a column of a Parquet file. A null is an empty text. Raises DataError."""
-    yield from _read_column(_parquet_batches, "Parquet", file, name, options.text_field)
+    yield from _read_table(_parquet_batches, "Parquet", file, name, options)
 
 
 def read_arrow(file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None) -> Iterator[Record]:
     """Read a column of an Arrow file or stream, as `datasets` saves them. Raises DataError."""
-    yield from _read_column(_arrow_batches, "Arrow", file, name, options.text_field)
+    yield from _read_table(_arrow_batches, "Arrow", file, name, options)
 
 
-#: Consecutive values of a column: (file, its name, column).
-_Batches = Callable[[BinaryIO, str, str], Iterator["pyarrow.Array"]]
+#: Consecutive values of a column, or with `is_chat` consecutive rows: (file, its name, options).
+_Batches = Callable[[BinaryIO, str, ReadOptions], Iterator[Any]]
 
 
-def _read_column(batches: _Batches, kind: str, file: BinaryIO, name: str, field: str) -> Iterator[Record]:
+def _read_table(batches: _Batches, kind: str, file: BinaryIO, name: str, options: ReadOptions) -> Iterator[Record]:
     import pyarrow
 
     row = 0
     try:
-        for values in batches(file, name, field):
+        for values in batches(file, name, options):
             for begin in range(0, len(values), _BATCH_ROWS):
-                yield from _read_texts(values.slice(begin, _BATCH_ROWS), name, row + begin)
+                part = values.slice(begin, _BATCH_ROWS)
+                if options.is_chat:
+                    yield from _read_conversations(part, name, row + begin, options)
+                else:
+                    yield from _read_texts(part, name, row + begin)
             row += len(values)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{name} is not a readable {kind} file: {str(error).rstrip('.')}.") from None
 
 
-def _parquet_batches(file: BinaryIO, name: str, field: str) -> Iterator[pyarrow.Array]:
+def _read_conversations(rows: pyarrow.RecordBatch, name: str, number: int, options: ReadOptions) -> Iterator[Record]:
+    for place, row in enumerate(rows.to_pylist(), start=number):
+        record = cast("dict[str, object]", without_nulls(row))
+        yield document_of(record, options, f"{name}, row {place}", str(record).encode(), is_first=place == 0)
+
+
+def _parquet_batches(file: BinaryIO, name: str, options: ReadOptions) -> Iterator[Any]:
     from pyarrow import parquet
 
     table = parquet.ParquetFile(_seekable(file, name))
-    column = _find_column(table.schema_arrow, field, name)
-    path = ".".join(column)
-    index = next(k for k in range(len(table.schema)) if table.schema.column(k).path == path)
+    column = None if options.is_chat else _find_column(table.schema_arrow, options.text_field, name)
+    path = ".".join(column or ())
+    leaves = [k for k in range(len(table.schema)) if column is None or table.schema.column(k).path == path]
     for number in range(table.num_row_groups):
-        sizes = table.metadata.row_group(number).column(index)
-        if sizes.total_uncompressed_size > most_unpacked_bytes(sizes.total_compressed_size):
-            raise unfolds(f"{name}, column '{path}',", sizes.total_compressed_size)
-        for batch in table.iter_batches(_BATCH_ROWS, row_groups=[number], columns=[path]):
-            yield _column_of(batch, column)
+        for leaf in leaves if column is None else leaves[:1]:
+            sizes = table.metadata.row_group(number).column(leaf)
+            if sizes.total_uncompressed_size > most_unpacked_bytes(sizes.total_compressed_size):
+                raise unfolds(f"{name}, column '{sizes.path_in_schema}',", sizes.total_compressed_size)
+        for batch in table.iter_batches(_BATCH_ROWS, row_groups=[number], columns=column and [path]):
+            yield batch if column is None else _column_of(batch, column)
 
 
-def _arrow_batches(file: BinaryIO, name: str, field: str) -> Iterator[pyarrow.Array]:
+def _arrow_batches(file: BinaryIO, name: str, options: ReadOptions) -> Iterator[Any]:
     from pyarrow import ipc
 
     if cast(io.BufferedReader, file).peek(1).startswith(b"ARROW1"):
@@ -313,9 +327,9 @@ def _arrow_batches(file: BinaryIO, name: str, field: str) -> Iterator[pyarrow.Ar
     else:
         table = ipc.open_stream(file)
         batches = iter(table)
-    column = _find_column(table.schema, field, name)
+    column = None if options.is_chat else _find_column(table.schema, options.text_field, name)
     for batch in batches:
-        yield _column_of(batch, column)
+        yield batch if column is None else _column_of(batch, column)
 
 
 def _find_column(schema: pyarrow.Schema, field: str, name: str) -> Sequence[str]:

@@ -12,7 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePath
 from typing import BinaryIO, NamedTuple
 
-from llmscale.data.prepare.chat import conversation_text
+from llmscale.data.prepare.conversations import FORMS, conversation_text
 from llmscale.data.shards.compressed import COMPRESSED_SUFFIXES, most_unpacked_bytes, unfolds
 from llmscale.data.tokenizers.tokenizer import TokenArray
 from llmscale.errors import DataError
@@ -278,6 +278,8 @@ def document_of(
     try:
         text = options.text_of(record)
     except KeyError:
+        if is_first and options.is_chat:
+            raise FileError(where, f": {lacks_field(options.text_field, record)}", f"--chat reads {FORMS}.") from None
         if is_first:
             raise missing_field(where, options.text_field, record) from None
         return Rejected(where, lacks_field(options.text_field, record), contents)
