@@ -14,7 +14,7 @@ from llmscale.architecture.shape import GPTShape
 from llmscale.cli.main import main
 from llmscale.data.prepare import packing
 from llmscale.data.prepare.chat import TOO_LONG, ChatEncoder, ChatSettings, find_template
-from llmscale.data.prepare.chat_template import DEFAULT_TEMPLATE
+from llmscale.data.prepare.chat_template import DEFAULT_TEMPLATE, end_turns
 from llmscale.data.prepare.conversations import conversation_text
 from llmscale.data.prepare.packing import ConversationPacking, PackingState
 from llmscale.data.shards.cache import open_set
@@ -24,6 +24,7 @@ from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 from llmscale.errors import DataError
 from llmscale.evaluate.conversation import Conversation
 from llmscale.evaluate.export import describe_export, write_model
+from llmscale.evaluate.generate import TextChunk
 from llmscale.evaluate.prune import ModelWeights
 from llmscale.model.gpt import GPT
 from scripts.bench.transformers_package import import_transformers
@@ -48,6 +49,8 @@ MISTRAL = (
     "{{ ' ' + message['content'] + eos_token }}{% else %}{{ raise_exception('Only user and assistant roles!') }}"
     "{% endif %}{% endfor %}"
 )
+#: Ends turns with nothing, and with the token that is asked for.
+ENDED = end_turns(CHATML.replace("<|im_end|>", ""), "<|im_end|>")
 DIALOGUE = [
     {"role": "user", "content": "What is  2+2?\n\n"},
     {"role": "assistant", "content": "\n\nIt is 4, naïve 🙂 one."},
@@ -235,6 +238,30 @@ def test_a_dataset_and_its_facts(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "<|end|><<" in printed
 
 
+def test_what_a_template_drops_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_conversations(tmp_path / "chats.jsonl", 30)
+    with (tmp_path / "chats.jsonl").open("a") as file:
+        for text in ("Be terse.", "Be kind."):
+            turns = [{"role": "developer", "content": text}, *DIALOGUE[2:]]
+            file.write("\n" + json.dumps({"messages": turns}))
+    deaf = DEFAULT_TEMPLATE.replace(
+        "{% else %}{{ message['content']", "{% elif message['role'] == 'user' %}{{ message['content']"
+    )
+    (tmp_path / "deaf.jinja").write_text(deaf)
+    command = ["data", "prepare", "--chat", "--input", str(tmp_path / "chats.jsonl"), "--tokenizer", "bytes"]
+    command += ["--seq-len", "95", "--out", str(tmp_path / "set"), "--chat-template", str(tmp_path / "deaf.jinja")]
+    assert main(command) == 2
+    printed = capsys.readouterr().err
+    assert (
+        "the chat template drops a text of developer, 'Be terse.'. To skip such records, give --max-rejected" in printed
+    )
+    assert main([*command, "--max-rejected", "2"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Left out 2 conversations with a text of developer that the template drops" in printed
+    rejected = (tmp_path / "set.rejected.jsonl").read_text().splitlines()
+    assert ["Be kind." in line for line in rejected] == [False, True]
+
+
 def test_shards_are_read_by_streaming(tmp_path: Path) -> None:
     from llmscale.data.prepare.sources.tokens import streaming_module
 
@@ -252,7 +279,8 @@ def test_shards_are_read_by_streaming(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "ends"), [(CHATML, [0, 2]), (MARKED, [0, 2]), (MISTRAL, [0, 4]), (DEFAULT_TEMPLATE, 0)]
+    ("template", "ends"),
+    [(CHATML, [0, 2]), (MARKED, [0, 2]), (MISTRAL, [0, 4]), (DEFAULT_TEMPLATE, 0), (ENDED, [0, 2])],
 )
 def test_generation_of_an_export_stops_at_the_end_of_a_turn(
     model: Any, tmp_path: Path, template: str, ends: int | list[int]
@@ -264,3 +292,13 @@ def test_generation_of_an_export_stops_at_the_end_of_a_turn(
     weights = ModelWeights(GPT(shape, seed=0))
     write_model(weights, exported, tokenizer, out, card="", overwrite=False, chat_template=template)
     assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == ends
+
+
+def test_a_conversation_ends_turns_with_the_token_that_is_asked_for(model: Any) -> None:
+    tokenizer = load_tokenizer(str(model(None)))
+    talk = Conversation(tokenizer, ENDED, 400)
+    talk.ask("hi")
+    assert "".join(talk.answer([TextChunk(0, "Good<|im_end|>never")])) == "Good"
+    assert tokenizer.decode(talk.ask("ho")).endswith(
+        "assistant\nGood<|im_end|>\n<|im_start|>user\nho\n<|im_start|>assistant\n"
+    )
