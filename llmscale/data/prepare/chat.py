@@ -67,7 +67,7 @@ def describe_template(tokenizer: Tokenizer, template: ChatTemplate) -> Iterator[
     """Yield notes on what a template does that nobody asked for. The tokenizer parses special tokens."""
     if template.default_system:
         added = template.default_system[:80]
-        yield f"Conversations without a system text get one of {template.name}: {added!r}."
+        yield f"Conversations without a system text get that of {template.name}: {added!r}."
     if "strftime_now" in template.source:
         yield f"{template.name} asks for the date of today. None enters the data, so it takes its own, if it has one."
     if not template.stops:
@@ -90,7 +90,7 @@ class ChatSettings(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """A conversation's tokens, or why there are none."""
+    """A conversation's tokens, or the reason for leaving it out."""
 
     tokens: Marked
     """Marked tokens with end-of-text. Nothing precedes the first, which does not count as a target."""

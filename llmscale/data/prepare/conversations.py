@@ -36,7 +36,7 @@ class Rendered(NamedTuple):
     dropped: str = ""
     """Role of a turn whose text the template drops."""
     example: str = ""
-    """That text."""
+    """Dropped text."""
 
 
 def conversation_text(record: Mapping[str, object], field: str) -> str:
@@ -110,7 +110,7 @@ def _turn(turn: Mapping[str, object]) -> dict[str, object]:
 
 
 def without_nulls(value: object) -> object:
-    """Return a value of a table without the nulls that stand for the keys that a record lacks."""
+    """Return a value of a table without nulls: they are keys that a record lacks."""
     if isinstance(value, Mapping):
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):

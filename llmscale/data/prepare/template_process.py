@@ -32,7 +32,7 @@ from llmscale.data.prepare.conversations import Message, Rendered
 _MOST_BYTES = 2 << 30
 #: Characters of a conversation's text.
 _MOST_CHARACTERS = 1 << 27
-#: Of the NONCHARACTERS, which no text has: around a generation, before a text and after it, digits of its number.
+#: Marks, of noncharacters, which no text has: around a generation, before a text and after it, digits of its number.
 _GENERATION = "\ufdd0", "\ufdd1"
 _TEXT = "\ufdd2", "\ufdd3"
 _DIGITS = str.maketrans("0123456789", "".join(map(chr, range(0xFDE0, 0xFDEA))))
@@ -43,7 +43,7 @@ _HAS_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _THOUGHT_TAG = re.compile(r"(</?(?:think|thinking|thought|reasoning)>|\[/?THINK\])")
 #: Keys of thoughts beside an answer.
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-#: What may stand between the header of a turn and its text, such as `<think>`.
+#: Characters between the header of a turn and its text, such as `<think>`.
 _LEAD = re.compile(r"(?:\s|<[^<>\s]{1,40}>|\[/?[A-Z_]{1,40}\]|\w{1,20}(?=<))*")
 _MOST_LEAD = 200
 _TOKEN = re.compile(r"<[^<>]*>|\[[^\[\]]*\]|[^<\[]+|[<\[]")
@@ -81,9 +81,9 @@ def find_problem(messages: Sequence[Message]) -> str:
         content = message.get("content")
         parts = content if isinstance(content, list) else []
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
-            return "with a part that is no text"
+            return "with a part other than text"
         if not (content is None or isinstance(content, (str, list))):
-            return "with a turn that is no text"
+            return "with a content other than text"
         if not _joined(content).strip() and not message.get("tool_calls"):
             return "with an empty turn"
         if message.get("weight") not in (None, 0, 1):
@@ -103,7 +103,7 @@ def _joined(content: Any) -> str:
 
 
 def _is_context(message: Message) -> bool:
-    """Return whether an assistant's turn is no target: OpenAI's weight, axolotl's flags."""
+    """Return whether an assistant's turn is context, by OpenAI's weight or axolotl's flags."""
     return message.get("weight") == 0 or message.get("train") is False or message.get("training") is False
 
 
@@ -204,7 +204,7 @@ def _generations(rendering: str) -> tuple[str, Turns]:
 
 
 def _is_shown(text: str, rendering: str, number: int = 1) -> bool:
-    """Return whether a rendering has a text so many times, perhaps escaped or with other white space."""
+    """Return whether a rendering has a text `number` times, perhaps escaped or with other white space."""
     if rendering.count(text) >= number:
         return True
     escaped = (json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1])
@@ -264,7 +264,7 @@ class Renderer:
         return {"error": errors[0] if errors else "it shows no answer"}
 
     def _examine(self, form: Sequence[Message], marked: str) -> dict[str, object]:
-        whole, generations = _generations(marked)
+        text, generations = _generations(marked)
         asked = self._try(form[:1])
         prompt = self._try(form[:1], prompts=True)
         of_question = asked.partition(_QUESTION)[2]
@@ -275,7 +275,7 @@ class Renderer:
         headers = [header or of_question, "".join(_shared(header, inner))]
         self._headers = [one for one in headers if one.strip() and (one not in asked or not header)]
         next_turn = rest.partition(_QUESTION)[0].strip()
-        tail = whole.partition(_ANSWER)[2].strip()
+        tail = text.partition(_ANSWER)[2].strip()
         # Some add a prompt unasked.
         tail = _shared_end(tail, next_turn) or tail
         # Some end the last turn in another way.
@@ -285,14 +285,14 @@ class Renderer:
         end = tail
         if generations:
             begin, close = generations[-1]
-            stops = [whole[begin:close].partition(_ANSWER)[2].strip()]
+            stops = [text[begin:close].partition(_ANSWER)[2].strip()]
             end = stops[0] or tail
         return {"end": end, "stops": all(stops), "system": self._default_system(form, asked)}
 
     def _default_system(self, form: Sequence[Message], asked: str) -> str:
         with_system = self._try([{**form[0], "role": "system", "content": _SYSTEM}, form[0]])
-        before, found, after = with_system.partition(_SYSTEM)
-        if found and asked.startswith(before) and asked[len(before) :].endswith(after):
+        before, is_found, after = with_system.partition(_SYSTEM)
+        if is_found and asked.startswith(before) and asked[len(before) :].endswith(after):
             return asked[len(before) : len(asked) - len(after)].strip()
         return ""
 
@@ -434,10 +434,10 @@ class _Finder:
         first = min(begin for begin, _ in own)
         last = max(end for _, end in own)
         is_call = bool(self._messages[number].get("tool_calls"))
-        found = [place + len(one) for one in headers if (place := text.rfind(one, done, first)) >= 0]
+        begins = [place + len(one) for one in headers if (place := text.rfind(one, done, first)) >= 0]
         if not is_call:
-            found = [end for end in found if first - end <= _MOST_LEAD and _LEAD.fullmatch(text, end, first)]
-        elif not found:
+            begins = [end for end in begins if first - end <= _MOST_LEAD and _LEAD.fullmatch(text, end, first)]
+        elif not begins:
             return None
         else:
             with suppress(Exception):
@@ -447,10 +447,10 @@ class _Finder:
         tail = next((one for one in tails if one and text.startswith(one, end)), "")
         if is_call and not tail:
             return None
-        return (found[0] if found else first), (end + len(tail) if tail else last)
+        return (begins[0] if begins else first), (end + len(tail) if tail else last)
 
     def without_context(self, generations: Turns) -> Turns | None:
-        """Return the generations without those of turns that are no targets, None if they cannot be told apart."""
+        """Return the generations without those of turns that are context, None if they cannot be told apart."""
         if not any(_is_context(self._messages[number]) for number in self._answers):
             return generations
         if len(generations) == len(self._answers):

@@ -216,12 +216,12 @@ def compare(tokenizer: HuggingFaceTokenizer, theirs: Any, template: ChatTemplate
         raise AssertionError("other tokens than those of transformers")
     if marks and kind not in ("weights", "two"):  # transformers leaves out a part of the last 🙂
         assert np.array_equal(targets[1:], np.array(rendered["assistant_masks"][1:], bool))
-    said = theirs.decode(np.array(ids)[targets])
+    spoken = theirs.decode(np.array(ids)[targets])
     of_assistant = json.dumps([turn for turn in messages if turn["role"] == "assistant"])
-    assert all(text.lower() in said.lower() for text in SAID if text in of_assistant), said
+    assert all(text.lower() in spoken.lower() for text in SAID if text in of_assistant), spoken
     if not marks and template.name == "the chat template":
-        assert not any(text in said for text in HEARD), said
-    assert not marks or "<|im_end|>" in said
+        assert not any(text in spoken for text in HEARD), spoken
+    assert not marks or "<|im_end|>" in spoken
     return ""
 
 
