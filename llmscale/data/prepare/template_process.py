@@ -16,11 +16,12 @@ import re
 import resource
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from itertools import pairwise, takewhile
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from jinja2 import Template, ext, nodes, parser
 from jinja2.exceptions import TemplateError
@@ -46,6 +47,7 @@ _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 #: Characters between the header of a turn and its text, such as `<think>`.
 _LEAD = re.compile(r"(?:\s|<[^<>\s]{1,40}>|\[/?[A-Z_]{1,40}\]|\w{1,20}(?=<))*")
 _MOST_LEAD = 200
+_SPACE = re.compile(r"\s*")
 _TOKEN = re.compile(r"<[^<>]*>|\[[^\[\]]*\]|[^<\[]+|[<\[]")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _WITHOUT_TEXT = ("system", "developer", "tool")
@@ -128,10 +130,8 @@ class _Marker:
 
     def __init__(self, messages: Sequence[Message], roles: Sequence[str]) -> None:
         self.places: list[Place] = []
-        self.messages = [
-            self._mark_message(number, message) if message["role"] in roles else message
-            for number, message in enumerate(messages)
-        ]
+        self._roles = roles
+        self.messages = [self._mark_message(number, message) for number, message in enumerate(messages)]
 
     def _mark_message(self, number: int, message: Message) -> Message:
         marked = dict(message)
@@ -164,6 +164,8 @@ class _Marker:
             return text
         digits = str(len(self.places)).translate(_DIGITS)
         self.places.append(Place(turn, role, is_thought, is_call, inner))
+        if role not in self._roles:
+            return text
         before, _, after = text.partition(inner)
         return f"{before}{_TEXT[0]}{digits}{inner}{_TEXT[1]}{digits}{after}"
 
@@ -218,11 +220,12 @@ def _shared(first: Sequence[str], second: Sequence[str]) -> list[str]:
     return [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))]
 
 
-def _shared_end(text: str, next_turn: str) -> str:
+def _shared_end(text: str, next_turn: str, header: str) -> str:
     """Return how a turn ends by what follows it in two conversations, without the beginning of a turn's header."""
-    first, second = _TOKEN.findall(text), _TOKEN.findall(next_turn)
-    shared = _shared(first, second)
-    is_header = bool(shared) and len(shared) < min(len(first), len(second))
+    tokens = _TOKEN.findall(text)
+    shared = _shared(tokens, _TOKEN.findall(next_turn))
+    following = "".join(tokens[len(shared) : len(shared) + 1])
+    is_header = bool(shared and following) and shared[-1] + following in header
     return "".join(shared[:-1] if is_header else shared).strip()
 
 
@@ -274,18 +277,18 @@ class Renderer:
         # Earlier turns may lack the end of a prompt, such as `<think>`.
         headers = [header or of_question, "".join(_shared(header, inner))]
         self._headers = [one for one in headers if one.strip() and (one not in asked or not header)]
-        next_turn = rest.partition(_QUESTION)[0].strip()
+        next_turn = rest.partition(_QUESTION)[0]
         tail = text.partition(_ANSWER)[2].strip()
         # Some add a prompt unasked.
-        tail = _shared_end(tail, next_turn) or tail
+        tail = _shared_end(tail, next_turn, headers[0]) or tail
         # Some end the last turn in another way.
-        before_next = _shared_end(self._try(form, prompts=True).partition(_ANSWER)[2].strip(), next_turn)
+        prompted = self._try(form, prompts=True).partition(_ANSWER)[2].rstrip()
+        before_next = _shared_end(prompted, next_turn, headers[0])
         stops = [tail, before_next if header else tail]
         self._tails = sorted({*stops} - {""}, key=len, reverse=True)
         end = tail
         if generations:
-            begin, close = generations[-1]
-            stops = [text[begin:close].partition(_ANSWER)[2].strip()]
+            stops = [text[: generations[-1][1]].rpartition(_ANSWER)[2].strip()]
             end = stops[0] or tail
         return {"end": end, "stops": all(stops), "system": self._default_system(form, asked)}
 
@@ -347,40 +350,34 @@ class _Finder:
     def __init__(self, renderer: Renderer, messages: Sequence[Message], more: Mapping[str, object], text: str) -> None:
         self._render, self._messages, self._more, self._text = renderer.render, messages, more, text
         self._answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        #: Texts with their places, None where marks change the rendering.
-        self._spans: dict[int, tuple[int, int]] | None = None
         self._marker = _Marker(messages, _ROLES)
+        #: Texts that marks found, and the roles whose texts they find.
+        self._spans: dict[int, tuple[int, int]] = {}
+        self._roles: Sequence[str] = ()
 
     def find_texts(self) -> None:
-        """Find all texts by their marks, or else the assistant's."""
+        """Find all texts by their marks, or else the assistant's, where marks change nothing else."""
         for roles in (_ROLES, ("assistant",)):
             marker = self._marker if roles is _ROLES else _Marker(self._messages, roles)
             with suppress(Exception):
                 without, spans = _split(_generations(self._render(marker.messages, self._more))[0])
                 if without == self._text:
-                    self._marker, self._spans = marker, spans
+                    self._marker, self._spans, self._roles = marker, spans, roles
                     return
 
     def find_dropped(self) -> tuple[str, str] | None:
         """Return the role and the text of a turn that the template drops; thoughts but the last may go."""
-        places, spans = self._marker.places, self._spans
-        counts: dict[str, int] = {}
-        for number, place in enumerate(places):
+        counts: Counter[str] = Counter()
+        for number, place in enumerate(self._marker.places):
             if place.is_thought and place.turn != self._answers[-1]:
                 continue
-            counts[place.text] = counts.get(place.text, 0) + 1
-            is_shown = spans is not None and number in spans
-            if spans is None:
+            counts[place.text] += 1
+            is_shown = number in self._spans
+            if place.role not in self._roles:
                 is_shown = _is_shown(place.text, self._text, counts[place.text])
             if not is_shown:
                 kind = " (thoughts)" if place.is_thought else " (a call of a tool)" if place.is_call else ""
                 return place.role + kind, place.text
-        marked = {place.turn for place in places}
-        others = [message for number, message in enumerate(self._messages) if number not in marked]
-        others = [message for message in others if message["role"] != "assistant"]
-        for message in others:
-            if not _is_shown(text := _joined(message.get("content")).strip(), self._text):
-                return message["role"], text
         return next((one for one in self._values() if not _is_shown(one[1], self._text)), None)
 
     def _values(self) -> Iterator[tuple[str, str]]:
@@ -388,6 +385,8 @@ class _Finder:
         for number in self._answers:
             for function in _functions(self._messages[number].get("tool_calls") or ()):
                 arguments = function.get("arguments")
+                with suppress(ValueError, TypeError):
+                    arguments = json.loads(arguments)
                 values = arguments.values() if isinstance(arguments, dict) else [arguments]
                 for value in values:
                     if isinstance(value, str):
@@ -400,8 +399,9 @@ class _Finder:
         """Return the places of turns that are targets, None if one of them is not found."""
         turns = []
         done = 0
+        by_turn = self._spans_by_turn()
         for number in self._answers:
-            own = self._spans_of(number)
+            own = by_turn.get(number, [])
             turn = None
             if not own or self._messages[number].get("tool_calls"):
                 turn = self._find_by_prefix(number)
@@ -414,9 +414,11 @@ class _Finder:
                 turns.append(turn)
         return turns
 
-    def _spans_of(self, number: int) -> list[tuple[int, int]]:
-        spans = self._spans or {}
-        return [spans[k] for k, place in enumerate(self._marker.places) if place.turn == number and k in spans]
+    def _spans_by_turn(self) -> dict[int, list[tuple[int, int]]]:
+        by_turn: dict[int, list[tuple[int, int]]] = {}
+        for number, span in self._spans.items():
+            by_turn.setdefault(self._marker.places[number].turn, []).append(span)
+        return by_turn
 
     def _find_by_prefix(self, number: int) -> tuple[int, int] | None:
         with suppress(Exception):
@@ -443,7 +445,7 @@ class _Finder:
             with suppress(Exception):
                 through, spans = _split(self._render(self._marker.messages[: number + 1], self._more))
                 tails = [through[max(end for _, end in spans.values()) :].strip(), *tails]
-        end = last + len(text[last:]) - len(text[last:].lstrip())
+        end = cast("re.Match[str]", _SPACE.match(text, last)).end()
         tail = next((one for one in tails if one and text.startswith(one, end)), "")
         if is_call and not tail:
             return None
@@ -457,9 +459,10 @@ class _Finder:
             pairs = zip(self._answers, generations, strict=True)
             return [span for number, span in pairs if not _is_context(self._messages[number])]
         self.find_texts()
-        ends = [(max((end for _, end in self._spans_of(number)), default=-1), number) for number in self._answers]
-        if any(end < 0 for end, _ in ends):
+        by_turn = self._spans_by_turn()
+        if not by_turn.keys() >= set(self._answers):
             return None
+        ends = [(max(end for _, end in by_turn[number]), number) for number in self._answers]
         owners = [next((number for end, number in ends if end > begin), -1) for begin, _ in generations]
         pairs = zip(owners, generations, strict=True)
         return [span for number, span in pairs if number >= 0 and not _is_context(self._messages[number])]
