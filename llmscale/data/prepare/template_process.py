@@ -368,13 +368,17 @@ class _Finder:
     def find_dropped(self) -> tuple[str, str] | None:
         """Return the role and the text of a turn that the template drops; thoughts but the last may go."""
         counts: Counter[str] = Counter()
+        done = 0
         for number, place in enumerate(self._marker.places):
             if place.is_thought and place.turn != self._answers[-1]:
                 continue
             counts[place.text] += 1
             is_shown = number in self._spans
             if place.role not in self._roles:
-                is_shown = _is_shown(place.text, self._text, counts[place.text])
+                # Most are in the order of the turns.
+                begin = self._text.find(place.text, done)
+                done = begin + len(place.text) if begin >= 0 else done
+                is_shown = begin >= 0 or _is_shown(place.text, self._text, counts[place.text])
             if not is_shown:
                 kind = " (thoughts)" if place.is_thought else " (a call of a tool)" if place.is_call else ""
                 return place.role + kind, place.text
