@@ -8,6 +8,7 @@ import subprocess
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, cast
 
@@ -95,7 +96,8 @@ class _Process:
 def _end(process: subprocess.Popen[bytes]) -> None:
     for stream in (process.stdin, process.stdout):
         if stream is not None:
-            stream.close()
+            with suppress(OSError):  # the process is gone
+                stream.close()
     process.kill()
     process.wait()
 
