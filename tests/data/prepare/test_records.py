@@ -156,7 +156,7 @@ def test_damaged_arrow_is_one_line(tmp_path: Path) -> None:
         _read(tmp_path / "a.arrow")
 
 
-def _read(path: Path) -> tuple[list[str], list[str], list[str]]:
+def _read_all(path: Path) -> tuple[list[str], list[str], list[str]]:
     """Return the texts of a file, the reasons of rejected records, and the notes."""
     opened = open_source(str(path))
     records = list(opened.records((), None))
@@ -170,14 +170,14 @@ def test_null_is_an_empty_document_in_every_format(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     pandas.DataFrame(lines).to_parquet(tmp_path / "a.parquet")
     for name in ("a.jsonl", "a.parquet"):
-        assert _read(tmp_path / name) == (["a", "", "b"], [], [])
+        assert _read_all(tmp_path / name) == (["a", "", "b"], [], [])
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
 def test_zero_bytes_that_a_crash_left_at_the_end_are_named(tmp_path: Path, name: str) -> None:
     contents = b'{"text": "a"}\n' if name == "a.jsonl" else b"text\na\n"
     (tmp_path / name).write_bytes(contents + b"\0" * 5000)
-    texts, rejected, _ = _read(tmp_path / name)
+    texts, rejected, _ = _read_all(tmp_path / name)
     assert texts == ["a"]
     assert rejected == [source.ZERO_TAIL]
 
@@ -186,12 +186,12 @@ def test_zero_bytes_that_a_crash_left_at_the_end_are_named(tmp_path: Path, name:
 def test_zero_bytes_in_text_are_named(tmp_path: Path, contents: bytes, words: str) -> None:
     (tmp_path / "a.txt").write_bytes(contents)
     with pytest.raises(DataError, match=words):
-        _read(tmp_path / "a.txt")
+        _read_all(tmp_path / "a.txt")
 
 
 def test_halves_of_surrogate_pairs_are_replaced_and_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a \\ud83d b"}\n{"text": "\\ud83d\\ude00"}\n')
-    texts, rejected, notes = _read(tmp_path / "a.jsonl")
+    texts, rejected, notes = _read_all(tmp_path / "a.jsonl")
     assert texts == ["a \ufffd b", "\U0001f600"]
     assert not rejected
     assert len(notes) == 1 and notes[0].startswith("Read 1 file with halves of surrogate pairs")
@@ -201,4 +201,4 @@ def test_zstd_with_a_window_as_long_as_reddits_dumps(tmp_path: Path) -> None:
     parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=31, write_content_size=False)
     packed = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
     (tmp_path / "a.jsonl.zst").write_bytes(packed.compress(b'{"text": "a"}\n') + packed.flush())
-    assert _read(tmp_path / "a.jsonl.zst")[0] == ["a"]
+    assert _read_all(tmp_path / "a.jsonl.zst")[0] == ["a"]
