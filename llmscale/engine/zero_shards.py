@@ -200,10 +200,11 @@ def _partition_persistent_parameters(engine: DeepSpeedEngine) -> None:
 def invalidate_hpz_copies(engine: DeepSpeedEngine) -> None:
     """Make the next forward pass of stage 3 with hpZ gather from all ranks again, not from old secondary copies.
 
-    zero.Init makes such copies too, of the first weights.
+    zero.Init makes such copies too, of the first weights. DeepSpeed's own function leaves out frozen weights.
     """
-    if hasattr(engine.optimizer, "invalidate_secondary_tensor"):
-        engine.optimizer.invalidate_secondary_tensor()
+    for parameter in engine.module.parameters():
+        if getattr(parameter, "ds_secondary_tensor", None) is not None:
+            parameter.ds_secondary_tensor = None
 
 
 def _shards_by_flat(engine: DeepSpeedEngine) -> list[list[ParameterShard]]:

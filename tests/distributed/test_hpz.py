@@ -49,13 +49,26 @@ def test_losses_are_those_of_stage_3_also_after_a_resume_in_other_groups(
     assert read_losses(tmp_path / "hpz") == pytest.approx(read_losses(tmp_path / "plain"), rel=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["--freeze blocks.*", "--lora-rank 2"])
+def test_frozen_weights_are_those_that_were_loaded(
+    flags: str, in_groups_of: Callable[[int], Path], tiny_set: Path, tmp_path: Path
+) -> None:
+    """zero.Init has made copies of the first ones, which no optimizer step replaces."""
+    base = command(tiny_set, tmp_path / "base", in_groups_of(1), 2)
+    begin = (*words(flags), "--init-from", str(tmp_path / "base"))
+    runs = [[*command(tiny_set, tmp_path / str(group), in_groups_of(group), 2), *begin] for group in (1, 2)]
+    train_in_turn([base, *runs], RANKS)
+    assert read_losses(tmp_path / "2") == pytest.approx(read_losses(tmp_path / "1"), rel=1e-6)
+
+
 def test_loaded_weights_replace_the_copies() -> None:
     """Also when a run goes back, where a validation may have made copies since the last step."""
-    calls: list[str] = []
-    optimizer = SimpleNamespace(
-        fp32_partitioned_groups_flat=[],
-        persistent_parameters=[],
-        invalidate_secondary_tensor=lambda: calls.append("invalidated"),
+    weights = [SimpleNamespace(ds_secondary_tensor=copy) for copy in ("of trained", "of frozen", None)]
+    weights.append(SimpleNamespace())
+    engine = SimpleNamespace(
+        optimizer=SimpleNamespace(fp32_partitioned_groups_flat=[], persistent_parameters=[]),
+        module=SimpleNamespace(parameters=lambda: weights),
     )
-    refresh_low_precision_weights(SimpleNamespace(optimizer=optimizer))
-    assert calls == ["invalidated"]
+    refresh_low_precision_weights(engine)
+    assert not any(vars(weight).get("ds_secondary_tensor") for weight in weights)

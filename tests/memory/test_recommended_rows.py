@@ -12,7 +12,6 @@ from llmscale.cli.main import build_parser
 from llmscale.config.presets import PRESETS
 from llmscale.config.resolve import ResolvedStep
 from llmscale.dry_run.engine import dry_run
-from llmscale.planning.search import change_strategy, strategy_of
 from tests.conftest import words
 
 #: (GPUs of a node, nodes).
@@ -31,8 +30,6 @@ THRESHOLDS = (
     "reduce_bucket_size",
     "allgather_bucket_size",
 )
-#: Presets of the default suite.
-QUICK = ("llama3-8b",)
 
 
 def find_starred(model: str, seq_len: int, gpus: int, nodes: int) -> ResolvedStep | None:
@@ -59,27 +56,15 @@ def shorten(step: ResolvedStep) -> ResolvedStep:
     return replace(short, ds_config={**short.ds_config, "zero_optimization": {**zero, **scaled}})
 
 
-def on_the_host(step: ResolvedStep) -> ResolvedStep:
-    """Return the step with states in host memory that were on NVMe, whose buffers a dry run cannot fill."""
-    strategy = strategy_of(step.ds, step.checkpointing)
-    devices = {name: "cpu" for name in ("offload_optimizer", "offload_param") if getattr(strategy, name) == "nvme"}
-    if not devices:
-        return step
-    ds = change_strategy(step.ds, replace(strategy, **devices))
-    assert ds is not None
-    return step.changed(ds=ds)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("is_long", [False, True], ids=["default", "long"])
 @pytest.mark.parametrize("machines", MACHINES, ids=["1-gpu", "8-gpus", "64-gpus"])
-@pytest.mark.parametrize(
-    "model", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in PRESETS]
-)
+@pytest.mark.parametrize("model", PRESETS)
 @pytest.mark.usefixtures("libraries_are_frozen")
 def test_starred_rows_finish_their_dry_run(model: str, machines: tuple[int, int], is_long: bool) -> None:
     own = PRESETS[model].seq_len
     step = find_starred(model, max(32_768, 4 * own) if is_long else own, *machines)
     if step is None:
         pytest.skip("nothing fits")
-    done = dry_run(shorten(on_the_host(step)))
+    done = dry_run(shorten(step))
     assert done.step.total_bytes > 0
