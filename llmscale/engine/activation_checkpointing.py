@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from llmscale.config.deepspeed.schema import CheckpointingMode
+from llmscale.engine.deepspeed_patches import gather_as_one
 from llmscale.errors import ConfigError
 from llmscale.model.gpt import GPT, BlockCheckpoint, BlockOutput
 from llmscale.model.layers import MLP
@@ -238,9 +239,7 @@ def tile_mlps(model: GPT, tile_tokens: int, *, zero_stage: int, checkpointing: C
     Dropout must be 0: its numbers are not repeated. ZeRO-3 gathers an MLP at once, not for every tile.
     """
     if zero_stage == 3:
-        import deepspeed
-
-        deepspeed.utils.set_z3_leaf_modules(model, [MLP])
+        gather_as_one(model, MLP)
     is_left_out = checkpointing != "none" and model.shape.norm_placement == "pre"
     for mlp in (module for module in model.modules() if isinstance(module, MLP)):
         mlp.forward = partial(_run_mlp, mlp, tile_tokens, is_left_out)  # type: ignore[method-assign]

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from llmscale.config.deepspeed.schema import CheckpointingMode
 from llmscale.config.run_config import CompileTuning
 from llmscale.engine.activation_checkpointing import save_products
+from llmscale.engine.deepspeed_patches import gather_as_one
 from llmscale.model.attention_context import AttentionContext, SequenceSplit
 from llmscale.model.gpt import GPT, Block, BlockOutput, CacheAppend
 from llmscale.planning.compilation import CompileBackend
@@ -56,9 +57,7 @@ class BlockCompiler:
         see a compiled block's operators, and would save none of their results.
         """
         if zero_stage == 3:
-            import deepspeed
-
-            deepspeed.utils.set_z3_leaf_modules(model, [Block])
+            gather_as_one(model, Block)
         is_selective = checkpointing == "selective"
         if is_selective:
             model.checkpoint = None

@@ -1,5 +1,5 @@
-"""Changes to DeepSpeed 0.19 from outside: autocast, fp32 gradient sums at stage 0, `--keep-zeros`, fewer messages and
-imports.
+"""Changes to DeepSpeed 0.19 from outside: autocast, fp32 gradient sums at stage 0, leaf modules of stage 3,
+`--keep-zeros`, fewer messages and imports.
 
 Imports torch only inside functions.
 """
@@ -142,6 +142,29 @@ def sum_gradients_in_fp32(engine: DeepSpeedEngine) -> None:
         if param.requires_grad:
             param.register_post_accumulate_grad_hook(add)
     engine.allreduce_gradients = allreduce_gradients
+
+
+def gather_as_one(model: nn.Module, kind: type[nn.Module]) -> None:
+    """Let stage 3 gather and release each module of a kind at once. Call it before `deepspeed.initialize`.
+
+    DeepSpeed reduces the gradients of such a module in torch's full backward hook. If no input of the module needs a
+    gradient, as after frozen embeddings, the hook runs before the module's backward pass. So the input gets one.
+    """
+    import deepspeed
+
+    deepspeed.utils.set_z3_leaf_modules(model, [kind])
+    for module in model.modules():
+        if isinstance(module, kind):
+            module.register_forward_pre_hook(_require_gradient)
+
+
+def _require_gradient(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    """Return inputs whose first one needs a gradient if the module has weights to train; None if it does already."""
+    import torch
+
+    x, *others = inputs
+    is_trained = torch.is_grad_enabled() and any(weight.requires_grad for weight in module.parameters())
+    return (x.detach().requires_grad_(), *others) if is_trained and not x.requires_grad else None
 
 
 def keep_zeros(model: nn.Module, kinds: Mapping[str, ParameterKind]) -> None:

@@ -24,7 +24,13 @@ BLOCKS = {
     "experts": "--num-experts 4 --expert-width 40 --shared-expert-width 24",
     "divided experts": "--num-experts 4 --expert-width 40 --shared-expert-width 24 --expert-parallel-size 2",
 }
-TRAINED = {"all": "", "lora": "--lora-rank 2", "frozen": "--freeze w[tp]e*,blocks.0.*,blocks.3.mlp.*"}
+TRAINED = {
+    "all": "",
+    "lora": "--lora-rank 2",
+    "frozen": "--freeze w[tp]e*,blocks.0.*,blocks.3.mlp.*",
+    # The first weights that are trained are those of an MLP.
+    "attention frozen": "--freeze w[tp]e*,blocks.*.attn.*,blocks.*.ln_*",
+}
 CHOICES: dict[str, Sequence[Any]] = {
     "stage": (3, 2, 1, 0),
     "mode": ("selective", "full", "none"),
