@@ -92,9 +92,9 @@ def test_decisions_are_those_of_a_comparison_with_all(monkeypatch: pytest.Monkey
     monkeypatch.setattr(duplicates, "_MOST_COMPARED", 5)
     rng, settings = np.random.default_rng(0), NearSettings(permutations=8, bands=3, threshold=0.5)
     keys, minima = rng.integers(0, 40, (3, 300), np.uint32), rng.integers(0, 3, (300, 8), np.uint8)
-    index, kept, removed = NearIndex(settings, keys), list[int](), 0
+    index, remaining, removed = NearIndex(settings, keys), list[int](), 0
     for number in range(300):
-        candidates = [other for other in kept if (keys[:, other] == keys[:, number]).any()][:5]
+        candidates = [other for other in remaining if (keys[:, other] == keys[:, number]).any()][:5]
         similar = ((minima[candidates] == minima[number]).mean(axis=1) - 1 / 256) / (1 - 1 / 256) >= 0.5
         expected = next((other for other, is_near in zip(candidates, similar, strict=True) if is_near), None)
         # One removed by another step is passed over.
@@ -102,7 +102,7 @@ def test_decisions_are_those_of_a_comparison_with_all(monkeypatch: pytest.Monkey
         if number % 7:
             assert (decision.why["duplicate_of"] if decision else None) == expected
             removed += expected is not None
-            kept += [] if decision else [number]
+            remaining += [] if decision else [number]
     assert 50 < removed < 250
 
 
