@@ -15,7 +15,7 @@ import torch
 
 from llmscale.cli.main import main
 from llmscale.data.mixture import open_training_sets
-from llmscale.data.prepare.chat import DEFAULT_TEMPLATE
+from llmscale.data.prepare.chat_template import DEFAULT_TEMPLATE
 from llmscale.data.shards.cache import SetLocation, open_set
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.data.tokenizers.tokenizer import ByteTokenizer
