@@ -389,8 +389,9 @@ class _Finder:
         for number in self._answers:
             for function in _functions(self._messages[number].get("tool_calls") or ()):
                 arguments = function.get("arguments")
-                with suppress(ValueError, TypeError):
-                    arguments = json.loads(arguments)
+                if isinstance(arguments, str):
+                    with suppress(ValueError):
+                        arguments = json.loads(arguments)
                 values = arguments.values() if isinstance(arguments, dict) else [arguments]
                 for value in values:
                     if isinstance(value, str):

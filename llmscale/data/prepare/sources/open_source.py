@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import cached_property, partial
 from pathlib import Path, PurePath, PurePosixPath
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 from llmscale.config.bundled_files import install_command
 from llmscale.data.prepare.conversations import without_nulls
@@ -96,7 +96,7 @@ class HuggingFaceSource(Source):
                 for record in self._open(done):
                     where = f"{self.name}, record {done}"
                     if self._options.is_chat:
-                        record = without_nulls(record)
+                        record = cast("dict[str, object]", without_nulls(record))
                     document = document_of(record, self._options, where, b"", is_first=done == 0)
                     if isinstance(document, Rejected):
                         document.contents = str(record)[:10_000].encode(errors="replace")
