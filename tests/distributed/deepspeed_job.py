@@ -107,7 +107,8 @@ def _import(folder: Path, out: Path) -> None:
 def convert(cell: dict[str, Any], world: World) -> dict[str, Any]:
     """Write what other cells load, on rank 0: `reshard`, `universal` or `import`."""
     if world.is_main:
-        folder, out = Path(cell["folder"]), Path(cell["out"])
+        folder = Path(cell["folder"])
+        out = Path(cell["out"])
         if cell["to"] == "native":
             write_native(open_portable(folder), out, ranks=world.world_size, stage=cell["stage"])
         elif cell["to"] == "universal":

@@ -24,7 +24,8 @@ def run_example(name: str, out: Path, *, ranks: int, stage: int, kill_after: int
 
 def assert_same_masters(one: Path, other: Path) -> None:
     """Both checkpoints hold the same fp32 weights, but for rounding in another order."""
-    here, there = open_portable(one), open_portable(other)
+    here = open_portable(one)
+    there = open_portable(other)
     assert here.step == there.step == STEPS
     assert here.tensors.keys() == there.tensors.keys()
     for _, name, tensor in here.parts("master"):
@@ -34,7 +35,8 @@ def assert_same_masters(one: Path, other: Path) -> None:
 @pytest.mark.slow
 def test_the_trainer_of_transformers_continues(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    straight = tmp_path / "straight"
+    killed = tmp_path / "killed"
     run_example("trainer.py", straight, ranks=2, stage=2)
     # With use_cpu the Trainer would ignore DeepSpeed, and there were no such folder.
     last = straight / f"checkpoint-{STEPS}"
@@ -50,7 +52,8 @@ def test_the_trainer_of_transformers_continues(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_loop_by_accelerate_continues(tmp_path: Path) -> None:
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    straight = tmp_path / "straight"
+    killed = tmp_path / "killed"
     run_example("accelerate_loop.py", straight, ranks=2, stage=2)
     run_example("accelerate_loop.py", killed, ranks=2, stage=2, kill_after=KILL_AFTER)
     # The 9 micro-batches of 3 steps are not a whole number of steps on the ranks below.
