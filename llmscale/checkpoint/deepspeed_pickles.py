@@ -7,6 +7,7 @@ import contextlib
 import io
 import pickle
 import re
+import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from llmscale.errors import CheckpointError
+from llmscale.untrusted.paths import is_plain_name
 
 #: Key of `extra` for the client_state of a loop that calls DeepSpeed's save_checkpoint.
 CLIENT_STATE = "client_state"
@@ -48,7 +50,8 @@ def read_pickle(path: Path, allow: Sequence[type] = (), expected: type = dict) -
     """
     try:
         is_zip = zipfile.is_zipfile(path)
-        with torch.serialization.safe_globals([*_STAND_INS, *allow]):
+        with torch.serialization.safe_globals([*_STAND_INS, *allow]), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of pickles that are refused anyway
             # A file of before torch 1.6 is not an archive, and cannot be mapped.
             contents = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except pickle.UnpicklingError as error:
@@ -90,7 +93,7 @@ def tag_folder(folder: Path, tag: str | None = None) -> Path | None:
                 break
     if tag is None:
         return folder if is_deepspeed_checkpoint(folder) else None
-    if Path(tag).name != tag:
+    if not is_plain_name(tag):
         raise CheckpointError(
             f"the tag {tag[:_MAX_REASON]!r} of {folder} does not name a folder, such as global_step100."
         )

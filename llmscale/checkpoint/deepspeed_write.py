@@ -20,6 +20,7 @@ from llmscale.checkpoint.portable import PortableCheckpoint, StoredGroup, Stored
 from llmscale.checkpoint.tensor_files import MASTER
 from llmscale.errors import CheckpointError
 from llmscale.files.atomic_write import write_durably
+from llmscale.untrusted.paths import is_plain_name
 
 STAGES = (0, 1, 2, 3)
 #: A flat group's length is a multiple of this for each rank (DeepSpeed's nccl_start_alignment_factor).
@@ -73,6 +74,9 @@ def _write_native(source: PortableCheckpoint, place: Path, ranks: int, stage: in
 
 def write_universal(source: PortableCheckpoint, folder: Path) -> Path:
     """Write DeepSpeed's universal layout, which its `load_universal` continues at stages 1 and 2."""
+    for name in source.shapes:
+        if not is_plain_name(name):  # a folder is made of it
+            raise CheckpointError(f"{source.path}: '{name[:200]}' does not name a parameter of a module.")
     place = _new_folder(folder, f"global_step{source.step}_universal")
     with _written(place):
         _write_universal(source, place)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,16 @@ def test_nothing_is_overwritten(release: Path, tmp_path: Path) -> None:
     write_native(source, tmp_path, ranks=2, stage=1)
     with pytest.raises(CheckpointError, match="exists"):
         write_native(source, tmp_path, ranks=3, stage=1)
+
+
+@pytest.mark.parametrize("name", ["../../outside", "/outside", "..", ""])
+def test_names_lead_nowhere_else(release: Path, tmp_path: Path, name: str) -> None:
+    source = open_cell(release, "zero2-fp32")
+    tensors = {**source.tensors, f"master/{name}": source.tensors["master/gain"]}
+    hostile = replace(source, tensors=tensors, shapes={**source.shapes, name: [1]})
+    with pytest.raises(CheckpointError, match="does not name a parameter"):
+        write_universal(hostile, tmp_path / "a" / "b")
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_folder_that_cannot_be_written_is_named(release: Path, tmp_path: Path) -> None:

@@ -263,6 +263,7 @@ def test_a_tag_is_a_name(releases: dict[str, Path], tmp_path: Path) -> None:
     assert tag_folder(folder) == folder / TAG
     assert tag_folder(folder / TAG) == folder / TAG
     assert tag_folder(tmp_path) is None
-    (tmp_path / "latest").write_text("../../etc")
-    with pytest.raises(CheckpointError, match="does not name a folder"):
-        tag_folder(tmp_path)
+    for tag in ("../../etc", "..", ""):
+        (tmp_path / "latest").write_text(tag)
+        with pytest.raises(CheckpointError, match="does not name a folder"):
+            tag_folder(tmp_path)

@@ -50,4 +50,5 @@ def main() -> None:
             print(deepspeed.__version__, folder.name, losses, flush=True)
 
 
-main()
+if __name__ == "__main__":
+    main()
