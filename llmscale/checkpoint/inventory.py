@@ -155,7 +155,7 @@ def is_of_run(folder: Path, run: Path) -> bool:
 def history_after(listing: FoundCheckpoints, start: Path, run: Path) -> History:
     """Return the history of a start from the checkpoint `start`: the current one when that ends there, else a new one.
 
-    `found` are the run's checkpoints.
+    `listing` has the run's checkpoints.
     """
     of_histories = [*listing.current, *listing.abandoned]
     number = 1 + max([listing.history.number, *(saved.history.number for saved in of_histories)])

@@ -68,7 +68,7 @@ def find_newest_good(
 ) -> Checkpoint | None:
     """Return the newest undamaged checkpoint of a run's current history; None when the run has no checkpoints.
 
-    `found` is rank 0's listing. Collective: the ranks share the hashing. `report` gets a line for every skipped entry.
+    `listing` is rank 0's. Collective: the ranks share the hashing. `report` gets a line for every skipped entry.
     Raises CheckpointError when no checkpoint is undamaged: only the user may decide to start from scratch.
     """
     report_passed_over(listing, report)

@@ -74,7 +74,9 @@ def _cell(path: str, value: object) -> str:
         return gib(value)  # type: ignore[arg-type]  # by its name
     if path.endswith(("share", "mfu")):
         return f"{value:.0%}"
-    return (f"{value:,.0f}" if value >= 100 else f"{value:.3g}") if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return str(value)
 
 
 def align(head: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> Iterator[str]:
@@ -94,7 +96,9 @@ def as_json(value: object) -> object:
         return {path.rpartition(".")[2]: as_json(_value(value, path)) for path in paths}
     if isinstance(value, Mapping):
         return {key: as_json(item) for key, item in value.items()}
-    return [as_json(item) for item in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [as_json(item) for item in value]
+    return value
 
 
 def show(values: object, lines: Iterable[str], *, is_json: bool) -> None:

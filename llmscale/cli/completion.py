@@ -50,11 +50,15 @@ def _run(args: argparse.Namespace) -> int:
     parser = _full_parser()
     from llmscale.config.run_keys import path_keys
 
-    names, paths = _known_names(), {f"--{key.replace('_', '-')}" for key in path_keys()}
+    names = _known_names()
+    paths = {f"--{key.replace('_', '-')}" for key in path_keys()}
     for action in _actions(parser):
         option = next((word for word in action.option_strings if word.startswith("--")), "")
         is_path = action.type in (local_path, path_or_url, run_place) or option in paths
-        known = [] if action.choices else names.get(option, [])
+        if action.choices:
+            known = []
+        else:
+            known = names.get(option, [])
         if is_path:
             completion = _names_and_files(option, known) if known else shtab.FILE
             action.complete = completion  # type: ignore[attr-defined]  # shtab's
@@ -114,7 +118,8 @@ def _known_names() -> dict[str, list[str]]:
 
 def _names_and_files(option: str, names: Iterable[str]) -> dict[str, object]:
     """Return a completion for shtab by names that llmscale knows and by files."""
-    function, words = f"_llmscale{option.replace('-', '_')}", " ".join(names)
+    function = f"_llmscale{option.replace('-', '_')}"
+    words = " ".join(names)
     return {
         "bash": function,
         "zsh": function,

@@ -62,10 +62,8 @@ def _add_verify(commands: argparse._SubParsersAction[FlagParser]) -> None:
 
 
 def _add_which(commands: argparse._SubParsersAction[FlagParser]) -> None:
-    text, example = (
-        "list the samples of a step: dataset, shard, index, text",
-        "llmscale data which runs/default --step 100",
-    )
+    text = "list the samples of a step: dataset, shard, index, text"
+    example = "llmscale data which runs/default --step 100"
     parser = commands.add_parser("which", help=text, example=example)
     parser.add_argument("run", type=run_place, metavar="RUN|CHECKPOINT", help="run folder, or one checkpoint")
     add_own_data(parser)
@@ -122,11 +120,17 @@ def _print_examples(location: SetLocation, split: str, tokenizer: Tokenizer, num
     from llmscale.data.shards.token_shards import TokenShards
 
     shards = TokenShards(location, split)
-    ids = np.unique(np.linspace(0, len(shards) - 1, num_samples).astype(np.int64)) if num_samples else np.empty(0, int)
+    if num_samples:
+        ids = np.unique(np.linspace(0, len(shards) - 1, num_samples).astype(np.int64))
+    else:
+        ids = np.empty(0, int)
     for sample_id, window in zip(ids, shards.read_marked(ids), strict=True):
         text = _decode_documents(window, tokenizer, location.manifest)
         most = _EXAMPLE_CHARACTERS * (5 if location.manifest.chat else 1)
-        more = f" ... ({len(text):,} characters)" if len(text) > most else ""
+        if len(text) > most:
+            more = f" ... ({len(text):,} characters)"
+        else:
+            more = ""
         excerpt = text[:most] + more
         print_visible(f"\n--- {split} sample {sample_id} ---\n{excerpt}")
 
@@ -137,7 +141,9 @@ def _decode_documents(window: Marked, tokenizer: Tokenizer, manifest: Manifest) 
 
     from llmscale.data.shards.token_shards import are_targets, ids_of
 
-    ids, targets, end = ids_of(window), are_targets(window), manifest.eot_token
+    ids = ids_of(window)
+    targets = are_targets(window)
+    end = manifest.eot_token
     if manifest.chat is None:
         breaks = np.flatnonzero(ids == end)
         return "\n[end of document]\n".join(
@@ -166,7 +172,8 @@ def _verify(args: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory(prefix="llmscale-verify-") as cache:
             location = open_set(args.folder, Path(cache))
             return _report(args.folder, location.manifest, _find_remote_damage(location))
-    manifest, folder = load_manifest(args.folder), Path(args.folder)
+    manifest = load_manifest(args.folder)
+    folder = Path(args.folder)
     load_set_tokenizer(folder, manifest)
     checked = (
         (file.bytes, damage) for split in manifest.splits for file, damage in find_damage(folder, split, manifest)
@@ -232,7 +239,8 @@ def _which(args: argparse.Namespace) -> int:
             print(json.dumps(as_plain_sample(sample, tokenizer)))
         return 0
     counts = Counter(sample.set_name for sample in step.samples)
-    first, last = step.samples[0].position, step.samples[-1].position
+    first = step.samples[0].position
+    last = step.samples[-1].position
     print_visible(
         f"step {args.step:,}: {count_nouns(len(step.samples), 'sample')}, {first:,} to {last:,} of the run: "
         + ", ".join(f"{count:,} of {name}" for name, count in counts.items())

@@ -143,7 +143,8 @@ def _clean(args: argparse.Namespace) -> int:
     from llmscale.data.clean.run import clean
 
     check_output_folder("--out", args.out)
-    options, cluster = _options(args), _cluster(args)
+    options = _options(args)
+    cluster = _cluster(args)
     source = open_source_of(args)
     already_listed = set(source.passed_over)
     start_s = time.monotonic()
@@ -179,16 +180,22 @@ def _clean(args: argparse.Namespace) -> int:
 def _describe(result: CleanResult, tokenizer: str | None) -> Iterator[str]:
     """Yield a table of the steps, then the rules that removed most. It counts documents, and words or tokens."""
     unit = "words" if tokenizer is None else "tokens"
-    explanation = "words between whitespace" if tokenizer is None else f"tokens of {tokenizer}"
+    if tokenizer is None:
+        explanation = "words between whitespace"
+    else:
+        explanation = f"tokens of {tokenizer}"
     yield f"{'step':18}{'documents in':>14}{'removed':>12}{'changed':>12}{unit + ' in':>16}{'removed':>16}"
     for report in result.reports:
-        taken_in, removed = report.taken_in, report.removed
-        units, units_removed = getattr(taken_in, unit), getattr(removed, unit)
+        taken_in = report.taken_in
+        removed = report.removed
+        units = getattr(taken_in, unit)
+        units_removed = getattr(removed, unit)
         yield (
             f"{report.step:18}{taken_in.documents:14,}{_share(removed.documents, taken_in.documents):>12}"
             f"{report.num_changed:12,}{units:16,}{_share(units_removed, units):>16}"
         )
-    units_left, units = getattr(result.kept, unit), getattr(result.taken_in, unit)
+    units_left = getattr(result.kept, unit)
+    units = getattr(result.taken_in, unit)
     yield (
         f"{'left':18}{result.kept.documents:14,}{'':24}{units_left:16,}   {units_left / max(units, 1):.1%} of the "
         f"{explanation}"

@@ -193,7 +193,8 @@ def _open_tokenizer(args: argparse.Namespace, source: Source) -> Tokenizer:
     from llmscale.data.tokenizers.load_tokenizer import CHARACTERS, check_end_of_text, load_tokenizer
     from llmscale.data.tokenizers.train_tokenizer import make_character_tokenizer
 
-    eot_token, parses = args.eot_token or "", args.parse_special_tokens or args.chat
+    eot_token = args.eot_token or ""
+    parses = args.parse_special_tokens or args.chat
     if args.tokenizer != CHARACTERS:
         return load_tokenizer(args.tokenizer, eot_token=eot_token, parse_special=parses)
     check_end_of_text(CHARACTERS, eot_token)
@@ -207,7 +208,10 @@ def _chat_settings(args: argparse.Namespace, tokenizer: Tokenizer) -> ChatSettin
     from llmscale.untrusted.paths import read_regular, unreadable_as
 
     if args.packing == ("stream" if args.chat else "pad"):
-        legal = "best-fit and pad" if args.chat else "stream and best-fit; pad needs --chat"
+        if args.chat:
+            legal = "best-fit and pad"
+        else:
+            legal = "stream and best-fit; pad needs --chat"
         raise ConfigError(
             f"--packing {args.packing} is for {'text' if args.chat else 'conversations'}. Legal: {legal}."
         )
@@ -288,9 +292,13 @@ def print_manifest(manifest: Manifest, folder: str) -> None:
     )
     for name, split in manifest.splits.items():
         share = split.cropped_tokens / split.num_tokens
-        cropped = f"{split.cropped_tokens:,} tokens cropped, {share:.1%} " if manifest.is_best_fit else ""
+        if manifest.is_best_fit:
+            cropped = f"{split.cropped_tokens:,} tokens cropped, {share:.1%} "
+        else:
+            cropped = ""
         if manifest.chat is not None:
-            targets, places = manifest.chat.num_targets.get(name, 0), split.num_samples * (manifest.seq_len + 1)
+            targets = manifest.chat.num_targets.get(name, 0)
+            places = split.num_samples * (manifest.seq_len + 1)
             print_visible_fitting(
                 f"  {name:5} {split.num_documents:,} conversations, {split.num_tokens:,} tokens, of them {targets:,} "
                 f"targets ({targets / split.num_tokens:.0%}), {split.num_samples:,} rows "

@@ -33,7 +33,8 @@ _LEAST_TEXT = 24
 #: Ranks of --numerics on a machine without GPUs.
 _RANKS_ON_CPU = 2
 #: Default of --timeout, without and with --numerics: for all of its passes and tries.
-_TIMEOUT_S, _NUMERICS_TIMEOUT_S = 60.0, 900.0
+_TIMEOUT_S = 60.0
+_NUMERICS_TIMEOUT_S = 900.0
 #: Fields of a row that --json prints.
 _JSON_KEYS = ("name", "status", "found", "fix")
 
@@ -90,7 +91,10 @@ def _run(args: argparse.Namespace) -> int:
 
     request = _request(args)
     # The rate of one adapter: a host with one per GPU is faster than promised.
-    network = get_interconnect(args.interconnect) if args.interconnect else None
+    if args.interconnect:
+        network = get_interconnect(args.interconnect)
+    else:
+        network = None
     promised = network.bytes_per_s if network else None
     rows = diagnose(request, network_test=not args.no_network_test, promised_bytes_per_s=promised)
     if args.json:
@@ -111,7 +115,8 @@ def _prove_numbers(args: argparse.Namespace) -> int:
     from llmscale.numerics.report import table_lines
 
     request = _request(args)
-    hosts, flags = request.hosts, list(request.train_flags)
+    hosts = request.hosts
+    flags = list(request.train_flags)
     if request.ds is not None and not flags:
         flags = ["--ds", request.ds]
     if args.hostfile is None:
@@ -163,8 +168,14 @@ def _request(args: argparse.Namespace) -> ProbeRequest:
         flags = ["--config", str(args.run_config), *flags]
     if flags and args.ds is not None:
         flags += ["--ds", str(args.ds)]
-    hosts = parse_hostfile(args.hostfile) if args.hostfile else {socket.gethostname(): max(1, count_gpus())}
-    ds = str(args.ds) if args.ds else None
+    if args.hostfile:
+        hosts = parse_hostfile(args.hostfile)
+    else:
+        hosts = {socket.gethostname(): max(1, count_gpus())}
+    if args.ds:
+        ds = str(args.ds)
+    else:
+        ds = None
     return ProbeRequest(
         hosts=hosts, port=args.port, ds=ds, train_flags=tuple(flags), timeout_s=args.timeout or _TIMEOUT_S
     )
@@ -180,7 +191,10 @@ def table_lines(rows: Sequence[CheckRow], *, width: int) -> list[str]:
         if row.fix:
             fix = make_visible(f"fix: {row.fix}")
             text += textwrap.wrap(fix, max(_LEAST_TEXT, width - first), subsequent_indent="     ")
-        word = row.status.upper() if row.status == "fail" else row.status
+        if row.status == "fail":
+            word = row.status.upper()
+        else:
+            word = row.status
         head = f"{paint(word, _COLOURS[row.status], sys.stdout)}{' ' * (6 - len(word))}{row.name:{first - 6}}"
         lines.append(head + text[0])
         lines += [" " * first + line for line in text[1:]]

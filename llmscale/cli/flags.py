@@ -35,7 +35,8 @@ LIST = "list"
 #: Flag of the price of a GPU.
 PRICE = "--price-per-gpu-hour"
 #: GPUs of a node without --num-gpus: `estimate` answers for a machine, `plan` for a cluster.
-ESTIMATED_GPUS, PLANNED_GPUS = 1, 8
+ESTIMATED_GPUS = 1
+PLANNED_GPUS = 8
 DEFAULT_INTERCONNECT = "ib-400g"
 
 
@@ -66,11 +67,13 @@ def resolve_model(config: RunConfig, seq_len: int | None) -> tuple[RunConfig, GP
 
     if is_published(config.model):
         published = read_published_model("--model", config.model, config).shape
-        positions, vocab_size = published.seq_len, published.vocab_size
+        positions = published.seq_len
+        vocab_size = published.vocab_size
         config = with_published_shape(config, None)
     else:
         preset = get_preset(config.model)
-        positions, vocab_size = preset.seq_len, preset.vocab_size
+        positions = preset.seq_len
+        vocab_size = preset.vocab_size
     # Only vocabulary and context of the dataset matter: its size would determine the number of steps.
     facts = SetFacts(config.vocab_size or vocab_size, seq_len or positions, num_train_samples=1, eot_token=0)
     return config, resolve_shape(config, facts)
@@ -113,7 +116,9 @@ def one_for_each(args: argparse.Namespace, flag: str, num_gpus: int) -> list[flo
 
 def _name_or_list(text: str) -> str:
     """Parse a name; `list` is accepted in any case."""
-    return LIST if text.lower() == LIST else nonblank(text)
+    if text.lower() == LIST:
+        return LIST
+    return nonblank(text)
 
 
 def add_asked_flags(group: FlagContainer, command: str) -> None:
@@ -184,7 +189,9 @@ def train_command(ds: str, fit: Candidate, keys: Mapping[str, object]) -> str:
     `keys` are the keys of the run that the user set, of which `fit` overrides some. Without vocabulary and context
     among them, the dataset determines these.
     """
-    plan, ranks, checkpointing = fit.plan, fit.plan.ranks, fit.step.checkpointing
+    plan = fit.plan
+    ranks = fit.plan.ranks
+    checkpointing = fit.step.checkpointing
     of_row = {
         "global_batch_size": plan.global_batch_size,
         "micro_batch_size": plan.micro_batch_size,
@@ -205,7 +212,10 @@ def train_command(ds: str, fit: Candidate, keys: Mapping[str, object]) -> str:
 def _launcher_words(cluster: Cluster) -> list[str]:
     """Return the words that start the ranks: deepspeed in a checkout, otherwise llmscale."""
     if is_in_checkout():
-        where = ["--hostfile", "HOSTFILE"] if cluster.num_nodes > 1 else ["--num_gpus", str(cluster.gpus_per_node)]
+        if cluster.num_nodes > 1:
+            where = ["--hostfile", "HOSTFILE"]
+        else:
+            where = ["--num_gpus", str(cluster.gpus_per_node)]
         return ["deepspeed", *where, "llmscale/train.py"]
     if cluster.num_nodes > 1:
         return ["llmscale", "launch", "--hostfile", "HOSTFILE", "--"]

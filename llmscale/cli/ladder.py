@@ -55,7 +55,20 @@ if TYPE_CHECKING:
 EXIT_UNDETERMINED = 1
 #: Status of `ladder run` when another process trains some of the runs.
 _OTHERS_TRAIN = 3
-_SCRIPT, _ARRAY_NAME = Path("scripts", "slurm", "train.sbatch"), "array.sbatch"
+_SCRIPT = Path("scripts", "slurm", "train.sbatch")
+_ARRAY_NAME = "array.sbatch"
+_COLUMNS = (
+    Column("run", is_text=True, least=12),
+    Column("N"),
+    Column("layers x width", drop=3),
+    Column("tokens D"),
+    Column("D/N"),
+    Column("steps", drop=1),
+    Column("batch", drop=4),
+    Column("lr", drop=2),
+    Column("FLOPs"),
+    Column("hours"),
+)
 
 
 def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
@@ -167,10 +180,16 @@ def _read_request(
     from llmscale.training.inputs import read_inputs
     from llmscale.training.start import resolve_ranks
 
-    keys = load_run_file(args.config) if args.config else {}
+    if args.config:
+        keys = load_run_file(args.config)
+    else:
+        keys = {}
     if decided := [key for key in keys_of_ladder() if key in keys]:
         raise ConfigError(f"--config {args.config}: the ladder decides {', '.join(decided)}. Remove that.")
-    data = args.data if "://" in args.data else str(Path(args.data).absolute())
+    if "://" in args.data:
+        data = args.data
+    else:
+        data = str(Path(args.data).absolute())
     own = {"data": data, "run": folder / RUNS_NAME / "none"}
     config = build_run_config({**keys, **own}, f"--config {args.config}: ", own)
     inputs = read_inputs(config)
@@ -187,15 +206,21 @@ def _read_request(
 def _sweep(args: argparse.Namespace) -> int:
     ladder = _read_sweep(args)
     status = _train(args, ladder)
-    return status if status or args.slurm else _report(args.folder, ladder)
+    if status or args.slurm:
+        return status
+    return _report(args.folder, ladder)
 
 
 def _read_sweep(args: argparse.Namespace) -> Ladder:
     """Return the sweep, after it is written if it is new or has new rates. Raises ConfigError for another one."""
     from llmscale.config.run_arguments import load_run_file
 
-    folder, rates = args.folder, args.rates or []
-    ladder = load_ladder(folder) if (folder / LADDER_NAME).exists() else None
+    folder = args.folder
+    rates = args.rates or []
+    if (folder / LADDER_NAME).exists():
+        ladder = load_ladder(folder)
+    else:
+        ladder = None
     if ladder is not None and ladder.design != "rates":
         raise ConfigError(f"{folder} holds a ladder of sizes. Name a new folder for the sweep.")
     if args.data is not None:
@@ -207,7 +232,8 @@ def _read_sweep(args: argparse.Namespace) -> Ladder:
     elif ladder is None:
         raise ConfigError(f"{folder} holds no sweep. A new one needs --flops C and --data FOLDER|URL.")
     else:
-        keys, planned = load_run_file(folder / CONFIGS_NAME / f"{ladder.runs[0].name}.yaml"), ladder
+        keys = load_run_file(folder / CONFIGS_NAME / f"{ladder.runs[0].name}.yaml")
+        planned = ladder
     ladder = add_rates(ladder or planned, rates)
     save_ladder(folder, ladder, keys)
     return ladder
@@ -226,20 +252,6 @@ def _report(folder: Path, ladder: Ladder, resamples: int = 0) -> int:
     else:
         fit.plot(folder)
     return 0 if fit.is_determined else EXIT_UNDETERMINED
-
-
-_COLUMNS = (
-    Column("run", is_text=True, least=12),
-    Column("N"),
-    Column("layers x width", drop=3),
-    Column("tokens D"),
-    Column("D/N"),
-    Column("steps", drop=1),
-    Column("batch", drop=4),
-    Column("lr", drop=2),
-    Column("FLOPs"),
-    Column("hours"),
-)
 
 
 def _plan_lines(out: Path, ladder: Ladder, rate: float | None, available: int) -> Iterator[str]:

@@ -68,7 +68,8 @@ def add_parser(subcommands: argparse._SubParsersAction[FlagParser]) -> None:
 
 def _add_limits(parser: FlagParser) -> None:
     group = parser.add_argument_group("what counts as a failure, and how often it is retried")
-    seconds, above_0 = number(0.0, limits.MAX_SECONDS), number(0.001, limits.MAX_SECONDS)
+    seconds = number(0.0, limits.MAX_SECONDS)
+    above_0 = number(0.001, limits.MAX_SECONDS)
     flag(group, "--start-timeout-s S", "train.py's flag, which is the time for a start", seconds)
     flag(group, "--hang-timeout-s S", "train.py's flag, which is the time for a step", seconds)
     text = "time without a sign of life after which a host is lost"

@@ -19,6 +19,9 @@ from llmscale.config.user_paths import url_of
 from llmscale.error_handling import run_cli
 from llmscale.terminal.colour import paint
 
+_DESCRIPTION = "Train a GPT under DeepSpeed ZeRO on anything from one CPU to many nodes, and never lose a sample."
+_PYDANTIC_PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
+
 
 class Command(NamedTuple):
     """A subcommand."""
@@ -83,8 +86,6 @@ COMMANDS = {
     "schema": Command("JSON schema of a run file or a mixture, for editors", "schema run"),
     "completion": Command("print the script that completes all of this in bash, zsh or fish", "completion bash"),
 }
-_DESCRIPTION = "Train a GPT under DeepSpeed ZeRO on anything from one CPU to many nodes, and never lose a sample."
-_PYDANTIC_PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
 
 
 def new_parser() -> tuple[FlagParser, argparse._SubParsersAction[FlagParser]]:
@@ -159,7 +160,8 @@ def _show_overview() -> int:
 @contextmanager
 def fast_start() -> Iterator[None]:
     """Disable the garbage collector, and pydantic's plugins, which read the entry points of every installed package."""
-    was_enabled, plugins = gc.isenabled(), os.environ.get(_PYDANTIC_PLUGINS)
+    was_enabled = gc.isenabled()
+    plugins = os.environ.get(_PYDANTIC_PLUGINS)
     gc.disable()
     os.environ.setdefault(_PYDANTIC_PLUGINS, "__all__")
     try:

@@ -68,6 +68,14 @@ _MEASURED_BEYOND = (
 )
 #: Longest line of text.
 _MOST_WIDTH = 112
+_LAWS = {"besiroglu": BESIROGLU, "hoffmann": HOFFMANN}
+_MODELS = ("--model", "--params")
+_OTHERS = ("--budget-usd", "--gpu-hours", "--flops", "--pf-days", "--tokens", "--loss")
+#: Keys of the model that do not need --model.
+_OF_ANY_MODEL = ("vocab_size", "seq_len")
+_DEFAULT_SEQ_LEN = 2048
+#: Preset whose vocabulary a planned model has by default.
+_SIZED_LIKE = "gpt3-125m"
 
 
 def plan_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
@@ -141,8 +149,12 @@ def _law_notes(request: PlanRequest, plan: Plan) -> Iterator[str]:
 
 def _expert_notes(plan: Plan, expansion: float) -> Iterator[str]:
     """Yield how a model with experts is compared with dense ones, and what lies beyond the runs of that law."""
-    joint, equal = law_with_experts(expansion), dense_equivalent(plan.shape, plan.tokens)
-    as_good = "no dense model" if math.isinf(equal) else f"a dense model of {format_quantity(equal)} parameters"
+    joint = law_with_experts(expansion)
+    equal = dense_equivalent(plan.shape, plan.tokens)
+    if math.isinf(equal):
+        as_good = "no dense model"
+    else:
+        as_good = f"a dense model of {format_quantity(equal)} parameters"
     yield (
         f"Experts: N counts the {format_quantity(plan.shape.active_parameters)} active parameters, those that a token "
         f"uses; there are {expansion:.3g} times as many experts as a token takes. By {joint.name.partition(',')[0]} "
@@ -164,7 +176,8 @@ def _with_range(value: Interval | float) -> str:
 
 
 def _model_parts(request: PlanRequest, plan: Plan) -> Iterator[tuple[str, str]]:
-    shape, preset = plan.shape, PRESETS[plan.nearest_preset]
+    shape = plan.shape
+    preset = PRESETS[plan.nearest_preset]
     yield (
         "model",
         f"{describe_parameters(shape)}: {shape.n_layer} layers, {shape.n_head} heads of {shape.head_dim}, width "
@@ -190,7 +203,10 @@ def _model_parts(request: PlanRequest, plan: Plan) -> Iterator[tuple[str, str]]:
     disk = plan.disk
     hourly = ""
     if disk.hourly:
-        kind = "exports (`llmscale export`, then delete the checkpoint)" if disk.is_hourly_weights else "checkpoints"
+        if disk.is_hourly_weights:
+            kind = "exports (`llmscale export`, then delete the checkpoint)"
+        else:
+            kind = "checkpoints"
         hourly = f"{disk.hourly:,} {kind} kept permanently, one every {request.keep_hours:g} hours, "
         hourly += f"{_size(disk.hourly_bytes)}; "
     yield (
@@ -203,7 +219,10 @@ def _model_parts(request: PlanRequest, plan: Plan) -> Iterator[tuple[str, str]]:
 def _placement_parts(request: PlanRequest, plan: Plan, run: RunPlan) -> Iterator[tuple[str, str]]:
     fewest = ""
     if request.num_nodes is None and (run.cluster.num_nodes > 1 or request.days):
-        in_time = f" and finish in {format_days(run.within_days)}" if run.is_in_time and run.hours else ""
+        if run.is_in_time and run.hours:
+            in_time = f" and finish in {format_days(run.within_days)}"
+        else:
+            in_time = ""
         fewest = f" (the fewest nodes that hold it{in_time})"
     yield "GPUs", f"{run.cluster.in_words()}, {run.precision}{fewest}"
     if request.assumes_gpus:
@@ -212,9 +231,16 @@ def _placement_parts(request: PlanRequest, plan: Plan, run: RunPlan) -> Iterator
     if run.row is None:
         yield "ZeRO", f"nothing fits these GPUs: {run.why}"
     else:
-        batch, dtype = run.row.fit.plan, run.row.fit.step.engine_config.grad_accum_dtype
-        summed = f" (gradients summed in {dtype})" if batch.gradient_accumulation_steps > 1 else ""
-        fillers = f", fillers {batch.filler_share:.1%} more work" if batch.filler_share else ""
+        batch = run.row.fit.plan
+        dtype = run.row.fit.step.engine_config.grad_accum_dtype
+        if batch.gradient_accumulation_steps > 1:
+            summed = f" (gradients summed in {dtype})"
+        else:
+            summed = ""
+        if batch.filler_share:
+            fillers = f", fillers {batch.filler_share:.1%} more work"
+        else:
+            fillers = ""
         layout = f"{run.row.strategy.describe()}, micro-batch {run.row.batch} accumulation"
         yield "ZeRO", f"{layout}{summed}{fillers}: {run.why}"
         yield "", f"chosen with a margin of {MARGIN:.0%} of each GPU, because no GPU has calibrated the estimate"
@@ -230,7 +256,10 @@ def _host_memory(run: RunPlan) -> str:
     """Return the parts of a node's memory."""
     gpus = run.cluster.gpus_per_node
     total = run.host_bytes_per_node + run.save_bytes_per_node + gpus * PROCESS_BYTES
-    offloaded = f"{_size(run.host_bytes_per_node)} of offloaded states, " if run.host_bytes_per_node else ""
+    if run.host_bytes_per_node:
+        offloaded = f"{_size(run.host_bytes_per_node)} of offloaded states, "
+    else:
+        offloaded = ""
     return (
         f"{_size(total)} of memory per node, not checked here: {offloaded}{_size(run.save_bytes_per_node)} of a "
         f"checkpoint's copy while it is written, and {gpus} x {_size(PROCESS_BYTES)} for processes with their data "
@@ -247,7 +276,10 @@ def _price_parts(request: PlanRequest, run: RunPlan) -> Iterator[tuple[str, str]
         yield "speed", f"not known: {what}"
         return
     yield from _speed_parts(request, run, run.mfu)
-    too_long = "" if run.is_in_time else f". That is too long{_way_out(run)}"
+    if run.is_in_time:
+        too_long = ""
+    else:
+        too_long = f". That is too long{_way_out(run)}"
     yield "time", f"{_duration(run.hours)}; {run.gpu_hours:,.0f} GPU-hours{too_long}"
     if run.hours_with_recomputation is not None:
         yield (
@@ -257,8 +289,14 @@ def _price_parts(request: PlanRequest, run: RunPlan) -> Iterator[tuple[str, str]
         )
     if run.energy_kwh is not None and run.watts is not None:
         is_assumed = " (assumed)" if request.pue is None else ""
-        is_limit = f", their limit ({run.cluster.gpu.source})" if request.watts is None else ""
-        energy = f"{run.energy_kwh:.3g} kWh" if run.energy_kwh < 1000 else f"{run.energy_kwh / 1000:,.4g} MWh"
+        if request.watts is None:
+            is_limit = f", their limit ({run.cluster.gpu.source})"
+        else:
+            is_limit = ""
+        if run.energy_kwh < 1000:
+            energy = f"{run.energy_kwh:.3g} kWh"
+        else:
+            energy = f"{run.energy_kwh / 1000:,.4g} MWh"
         boards = f"boards at {run.watts:g} W{is_limit}"
         yield "energy", f"{energy}: {boards}, PUE {run.pue:g}{is_assumed}; hosts and network not counted"
     electricity = run.electricity_usd_per_gpu_hour
@@ -266,7 +304,8 @@ def _price_parts(request: PlanRequest, run: RunPlan) -> Iterator[tuple[str, str]
         yield "", f"${run.gpu_hours * electricity:,.2f} at ${request.usd_per_kwh:g} per kWh"
     if run.cost_usd is not None:
         yield "cost", f"${run.cost_usd:,.0f} at ${request.usd_per_gpu_hour:g} per GPU-hour"
-    owning, bought = run.owning_usd_per_gpu_hour, request.usd_per_bought_gpu
+    owning = run.owning_usd_per_gpu_hour
+    bought = request.usd_per_bought_gpu
     if bought is not None and (owning is None or electricity is None):
         yield "buying", "not known: the GPU's power limit is not published"
     elif bought is not None and owning is not None and electricity is not None:
@@ -280,7 +319,8 @@ def _price_parts(request: PlanRequest, run: RunPlan) -> Iterator[tuple[str, str]
 
 def _speed_parts(request: PlanRequest, run: RunPlan, mfu: float) -> Iterator[tuple[str, str]]:
     basis = "given by --mfu" if request.mfu is not None else f"estimated, {RATE_ERROR}"
-    gpu, peak = run.cluster.gpu, run.peak_flops or 0
+    gpu = run.cluster.gpu
+    peak = run.peak_flops or 0
     of_peak = f"{mfu:.0%} MFU, {mfu * peak / 1e12:.3g} of {peak / 1e12:g} TFLOP/s per GPU"
     yield "speed", f"{run.tokens_per_second:,.0f} tokens/s at {of_peak} ({basis})"
     if run.precision == "fp32" and gpu.tf32_flops:
@@ -305,13 +345,19 @@ def _way_out(run: RunPlan) -> str:
 def comparison_lines(requests: Sequence[PlanRequest], plans: Sequence[Plan]) -> Iterator[str]:
     """Yield a line for every GPU: the least expensive is marked, without prices the fastest."""
     runs = [plan.run for plan in plans if plan.run]
-    what, amounts = "fastest", [run.hours for run in runs]
+    what = "fastest"
+    amounts = [run.hours for run in runs]
     if requests[0].goal.kind == "gpu_hours":
-        what, amounts = "lowest loss", [central(plan.loss) for plan in plans]
+        what = "lowest loss"
+        amounts = [central(plan.loss) for plan in plans]
     elif requests[0].usd_per_gpu_hour is not None:
-        what, amounts = "least expensive", [run.cost_usd for run in runs]
+        what = "least expensive"
+        amounts = [run.cost_usd for run in runs]
     usable = [amount for amount, run in zip(amounts, runs, strict=True) if amount and run.row and run.is_in_time]
-    which = "The fewest nodes of each GPU that hold the model and" if requests[0].num_nodes is None else "Nodes that"
+    if requests[0].num_nodes is None:
+        which = "The fewest nodes of each GPU that hold the model and"
+    else:
+        which = "Nodes that"
     days = format_days(runs[0].within_days)
     if not usable:
         yield f"None of these GPUs can do it in {days}:"
@@ -346,13 +392,17 @@ def _beside_renting(owning: float, electricity: float, rent: float | None) -> st
     if rent is None:
         return ""
     share = break_even_share(owning, electricity, rent)
-    what = "never cheaper" if share is None else f"cheaper, if they work more than {share:.0%} of that time,"
+    if share is None:
+        what = "never cheaper"
+    else:
+        what = f"cheaper, if they work more than {share:.0%} of that time,"
     return f"; {what} than renting at ${rent:g}"
 
 
 def _serving_parts(request: PlanRequest, plan: Plan, prompt: int, output: int) -> Iterator[tuple[str, str]]:
     assert request.cluster is not None
-    gpu, serving = request.cluster.gpu.name, plan.serving
+    gpu = request.cluster.gpu.name
+    serving = plan.serving
     asked = f"requests of {prompt:,} + {output:,} tokens"
     if serving is None:
         node = f"{request.cluster.gpus_per_node} x {gpu}"
@@ -378,7 +428,8 @@ def _serving_parts(request: PlanRequest, plan: Plan, prompt: int, output: int) -
 
 
 def _lifetime_parts(request: PlanRequest, plan: Plan, lifetime: Lifetime) -> Iterator[tuple[str, str]]:
-    other, mfu = lifetime.training_optimal, plan.run.mfu if plan.run else None
+    other = lifetime.training_optimal
+    mfu = plan.run.mfu if plan.run else None
     served = format_quantity(request.inference_tokens)
     yield "inference", f"{served} tokens: {lifetime.inference_flops:.3g} FLOPs (2 N D, attention not counted)"
     unit = "FLOPs"
@@ -402,7 +453,8 @@ def _lifetime_parts(request: PlanRequest, plan: Plan, lifetime: Lifetime) -> Ite
 
 def _command_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
     """Yield the commands that come next, from the keys that were set."""
-    shape, preset = plan.shape, PRESETS[plan.nearest_preset]
+    shape = plan.shape
+    preset = PRESETS[plan.nearest_preset]
     keys = {**request.keys, **_keys_of_saves(request, plan)}
     if request.preset is None:
         keys = {"model": plan.nearest_preset, **keys}
@@ -440,7 +492,9 @@ def _keys_of_saves(request: PlanRequest, plan: Plan) -> dict[str, object]:
 
 
 def _size(num_bytes: float) -> str:
-    return format_size(num_bytes) if num_bytes < _TIB else f"{num_bytes / _TIB:,.2f} TiB"
+    if num_bytes < _TIB:
+        return format_size(num_bytes)
+    return f"{num_bytes / _TIB:,.2f} TiB"
 
 
 def _duration(hours: float) -> str:
@@ -459,16 +513,6 @@ def draw(path: Path, request: PlanRequest, plan: Plan) -> None:
     plot_isoflops(
         path, law, chosen, interval or law.optimal_parameters(plan.flops), f"{law.name}: loss at equal training FLOPs"
     )
-
-
-_LAWS = {"besiroglu": BESIROGLU, "hoffmann": HOFFMANN}
-_MODELS = ("--model", "--params")
-_OTHERS = ("--budget-usd", "--gpu-hours", "--flops", "--pf-days", "--tokens", "--loss")
-#: Keys of the model that do not need --model.
-_OF_ANY_MODEL = ("vocab_size", "seq_len")
-_DEFAULT_SEQ_LEN = 2048
-#: Preset whose vocabulary a planned model has by default.
-_SIZED_LIKE = "gpt3-125m"
 
 
 def read_requests(args: argparse.Namespace) -> list[PlanRequest]:
@@ -525,7 +569,8 @@ def _given(args: argparse.Namespace, flags: tuple[str, ...]) -> list[str]:
 
 
 def _check_goals(args: argparse.Namespace) -> None:
-    models, others = _given(args, _MODELS), _given(args, _OTHERS)
+    models = _given(args, _MODELS)
+    others = _given(args, _OTHERS)
     for flags in (models, others):
         if len(flags) > 1:
             raise ConfigError(f"{' and '.join(flags)} are two goals that contradict each other. Give one of them.")

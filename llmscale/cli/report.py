@@ -47,12 +47,15 @@ if TYPE_CHECKING:
 #: Seconds between two loads of a page of a run that lives.
 _RELOAD_S = 10
 #: Pauses between two looks at the records, on this disk and in a store, and what clears a terminal.
-_WATCH_S, _WATCH_REMOTE_S, _CLEAR = 2.0, 30.0, "\x1b[H\x1b[2J\x1b[3J"
+_WATCH_S = 2.0
+_WATCH_REMOTE_S = 30.0
+_CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 #: Places that the user named, each with the runs below it; none below a run.
 _Selection = list[tuple[Path, list[ListedRun]]]
 _OUTPUTS = ("html", "png", "svg", "json")
 #: Largest width of the chart, and width of its axis.
-_CHART_WIDTH, _CHART_MARGIN = 64, 12
+_CHART_WIDTH = 64
+_CHART_MARGIN = 12
 #: Limit of a text that the model wrote.
 _MOST_LETTERS = 2_000
 
@@ -94,7 +97,10 @@ def _find(places: Sequence[Path]) -> _Selection:
     """Return each place with the runs below it, none for a run itself. Raises LlmscaleError."""
     selection: _Selection = []
     for place in places:
-        runs = runs_below(place) if url_of(place) or (place.is_dir() and not is_run_folder(place)) else []
+        if url_of(place) or (place.is_dir() and not is_run_folder(place)):
+            runs = runs_below(place)
+        else:
+            runs = []
         # Without runs it counts as one, whose reading explains what is missing.
         is_run = not runs or [run.path for run in runs] == [place]
         selection.append((fetch_run(place), []) if is_run else (place, runs))
@@ -191,7 +197,10 @@ def _write_page(path: Path, report: Mapping[str, object], reload_s: int | None) 
 
     runs = report["runs"]
     assert isinstance(runs, list)
-    title = str(runs[0]["name"]) if len(runs) == 1 else f"{len(runs)} runs"
+    if len(runs) == 1:
+        title = str(runs[0]["name"])
+    else:
+        title = f"{len(runs)} runs"
     write_output_file("--html", path, build_page(report, f"{title} - llmscale report", reload_s))
 
 
@@ -214,7 +223,10 @@ _WRITERS: Mapping[str, Callable[[Path, Mapping[str, object]], None]] = {
 
 def _announced_reading(runs: Sequence[Path]) -> AbstractContextManager[None]:
     """Announce the reading, which takes seconds for a long run."""
-    what = make_visible_line(str(runs[0])) if len(runs) == 1 else f"{len(runs)} runs"
+    if len(runs) == 1:
+        what = make_visible_line(str(runs[0]))
+    else:
+        what = f"{len(runs)} runs"
     return show_if_slow(f"reading {what}")
 
 
@@ -223,7 +235,10 @@ def _print_run(run: Path) -> None:
         history = load_history(run)
     manifest = load_run_manifest(run)
     entropy = _entropy(manifest, "train")
-    frequencies = ", --- unigram entropy: what word frequencies alone would give" if entropy else ""
+    if entropy:
+        frequencies = ", --- unigram entropy: what word frequencies alone would give"
+    else:
+        frequencies = ""
     print_fitting([f"loss, nats per token: * training, o validation{frequencies}"])
     width = min(_CHART_WIDTH, (output_width() or 200) - _CHART_MARGIN)
     print(draw_chart({"*": list(history.train.items()), "o": list(history.validation.items())}, entropy, width=width))
@@ -260,12 +275,16 @@ def _wall_time(history: RunHistory) -> list[str]:
     """Return the line on the wall time since the first start, without uses below 0.05 %."""
     shares = history.wall_shares()
     uses = [f"{share:.1%} {WALL_TIME[use]}" for use, share in shares.items() if share >= 0.0005 or use == "steps"]
-    return [f"wall time        {', '.join(uses)}"] if uses else []
+    if uses:
+        return [f"wall time        {', '.join(uses)}"]
+    return []
 
 
 def _entropy(manifest: Manifest | None, split: str) -> float | None:
     """Return a split's unigram entropy in nats: the loss of a model that knows only the tokens' frequencies."""
-    return manifest.unigram_entropy(split) if manifest else None
+    if manifest:
+        return manifest.unigram_entropy(split)
+    return None
 
 
 def _compare(loss: float, entropy: float | None) -> str:
@@ -289,8 +308,10 @@ def draw_chart(
     if not steps:
         return ""
     values = [value for points in finite.values() for _, value in points] + ([] if level is None else [level])
-    low, high = min(values), max(values)
-    first, last = min(steps), max(steps)
+    low = min(values)
+    high = max(values)
+    first = min(steps)
+    last = max(steps)
     grid = [[" "] * width for _ in range(height)]
     if level is not None:
         grid[_place(high - level, high - low, height)] = ["-"] * width
@@ -305,7 +326,9 @@ def draw_chart(
 
 def _place(offset: float, span: float, cells: int) -> int:
     """Return the cell of `offset` within [0, span], one of `cells`."""
-    return 0 if span == 0 else min(round(offset / span * (cells - 1)), cells - 1)
+    if span == 0:
+        return 0
+    return min(round(offset / span * (cells - 1)), cells - 1)
 
 
 def _rows(grid: list[list[str]], low: float, high: float) -> list[str]:
@@ -316,5 +339,6 @@ def _rows(grid: list[list[str]], low: float, high: float) -> list[str]:
 
 
 def _axis(first: int, last: int, width: int) -> str:
-    left, right = str(first), str(last)
+    left = str(first)
+    right = str(last)
     return f"{'':>8} +{'-' * width}\n{'step':>8}  {left}{right:>{max(width - len(left), len(right) + 1)}}"

@@ -83,7 +83,10 @@ def print_runs(runs: Sequence[ListedRun], folder: Path) -> None:
     head, *lines = table_lines(_COLUMNS, [_row(run, folder) for run in runs], output_width())
     print(head)
     for number, line in enumerate(lines):
-        style = _STYLES.get(runs[number].state) if number < len(runs) else None
+        if number < len(runs):
+            style = _STYLES.get(runs[number].state)
+        else:
+            style = None
         print(paint(line, style, sys.stdout) if style else line)
     for run in runs:
         for note in filter(None, (run.error and f"failed: {run.error}", run.problem)):
@@ -94,9 +97,17 @@ def print_runs(runs: Sequence[ListedRun], folder: Path) -> None:
 def _row(run: ListedRun, folder: Path) -> list[str]:
     total = "" if run.total_steps is None else f" of {run.total_steps:,}"
     step = "-" if run.step is None else f"{run.step:,}"
-    loss = "-" if run.loss is None else "not finite" if math.isnan(run.loss) else show_value(run.loss)
+    if run.loss is None:
+        loss = "-"
+    elif math.isnan(run.loss):
+        loss = "not finite"
+    else:
+        loss = show_value(run.loss)
     goodput = "-" if run.goodput is None else f"{run.goodput:.1%}"
-    seen = "-" if run.last_seen is None else f"{run.last_seen.astimezone():%Y-%m-%d %H:%M}"
+    if run.last_seen is None:
+        seen = "-"
+    else:
+        seen = f"{run.last_seen.astimezone():%Y-%m-%d %H:%M}"
     return [_name(run, folder), run.state, f"{step}{total}", loss, goodput, seen, run.command or "-"]
 
 

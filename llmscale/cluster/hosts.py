@@ -33,6 +33,38 @@ from llmscale.untrusted.paths import in_home, read_regular
 #: Names that ssh, pdsh and DeepSpeed's --include all read as one plain name: pdsh expands [ ] and commas, DeepSpeed
 #: splits at @ and :, and a leading dash would be an option.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+#: Slurm's variables for the number of ranks per node, in the order of preference.
+_SLOT_VARIABLES = ("SLURM_GPUS_ON_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_GPUS_PER_NODE")
+#: Prefixes of the forwarded variables, by the software that reads them.
+_FORWARDED = """
+DS_ DEEPSPEED_ LLMSCALE_ PYTHON TORCH PYTORCH TRITON_
+CUDA_ NVIDIA_ HIP_ ROCR_ ROCM_ HSA_ ASCEND_ ZE_ CCL_ HABANA_
+NCCL_ RCCL_ GLOO_ UCX_ FI_ OMPI_ TP_SOCKET_IFNAME
+OMP_ MKL_ KMP_ GOMP_ OPENBLAS_ NUMEXPR_ MALLOC_
+HF_ HUGGING TRANSFORMERS_ TOKENIZERS_ TIKTOKEN_ WANDB_
+AWS_ S3_ GOOGLE_ GCS_ AZURE_ OCI_ STREAMING_
+LD_LIBRARY_PATH XDG_CACHE_HOME http_proxy https_proxy no_proxy HTTP_PROXY HTTPS_PROXY NO_PROXY
+"""
+_FORWARDED_PREFIXES = tuple(_FORWARDED.split())
+_FORWARDED_NAMES = frozenset(("CC", "CXX", "MAX_JOBS", "NINJA"))
+#: Each host's launcher sets these; a value from here would contradict it. CUDA_VISIBLE_DEVICES overrides the launcher.
+_NOT_FORWARDED = frozenset(("LLMSCALE_REPORTS", "CUDA_VISIBLE_DEVICES"))
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+DEEPSPEED_ENV = ".deepspeed_env"
+#: Folder of this llmscale, which every host has at the same path.
+PACKAGE = Path(__file__).resolve().parents[1]
+#: Never ask for a password or about a host key, give up on a host that does not answer, and notice a silent one within
+#: 15 s (ssh itself would wait for hours).
+SSH_OPTIONS = ("-oBatchMode=yes", "-oConnectTimeout=10", "-oServerAliveInterval=5", "-oServerAliveCountMax=3")
+#: ssh's exit status for a host that it could not reach, or lost.
+SSH_FAILED = 255
+#: `timeout`'s exit status for a command that took too long; used here too.
+TIMED_OUT = 124
+#: Precedes an answer in a module's output: a login script may print text before it.
+_ANSWER_MARK = "llmscale-answer "
+#: Largest number of hosts that are contacted at the same time.
+FAN_OUT = 128
+LAUNCHERS = ("ssh", "slurm")
 
 
 def parse_hostfile(path: str | Path) -> dict[str, int]:
@@ -72,7 +104,8 @@ def _parse_line(entry: str, where: str) -> tuple[str, int]:
     line = re.fullmatch(r"(\S+)\s+slots=([0-9]{1,6})", entry)
     if line is None:
         raise ConfigError(f"{where}: '{entry}' is not `name slots=N`. {_advise(entry)}")
-    name, slots = line[1], int(line[2])
+    name = line[1]
+    slots = int(line[2])
     if "," in name or ("[" in name and "]:" not in name):
         raise ConfigError(f"{where}: '{name}' looks like a range or a list. Write one line per host.")
     if not _NAME.fullmatch(name):
@@ -96,11 +129,9 @@ def _advise(entry: str) -> str:
     )
     if name is None or len(counts) > 1:
         return "Write one line `name slots=N` per host."
-    return f"Write `{name[0]} slots={counts[0]}`." if counts else f"Write `{name[0]} slots=N`, N being its GPUs."
-
-
-#: Slurm's variables for the number of ranks per node, in the order of preference.
-_SLOT_VARIABLES = ("SLURM_GPUS_ON_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_GPUS_PER_NODE")
+    if counts:
+        return f"Write `{name[0]} slots={counts[0]}`."
+    return f"Write `{name[0]} slots=N`, N being its GPUs."
 
 
 def slurm_hosts(variables: Mapping[str, str], slots: int | None = None) -> dict[str, int]:
@@ -130,25 +161,6 @@ def _slots(variables: Mapping[str, str]) -> int:
 
 
 # ---------------------------------------------------------------- variables of the ranks
-
-#: Prefixes of the forwarded variables, by the software that reads them.
-_FORWARDED = """
-DS_ DEEPSPEED_ LLMSCALE_ PYTHON TORCH PYTORCH TRITON_
-CUDA_ NVIDIA_ HIP_ ROCR_ ROCM_ HSA_ ASCEND_ ZE_ CCL_ HABANA_
-NCCL_ RCCL_ GLOO_ UCX_ FI_ OMPI_ TP_SOCKET_IFNAME
-OMP_ MKL_ KMP_ GOMP_ OPENBLAS_ NUMEXPR_ MALLOC_
-HF_ HUGGING TRANSFORMERS_ TOKENIZERS_ TIKTOKEN_ WANDB_
-AWS_ S3_ GOOGLE_ GCS_ AZURE_ OCI_ STREAMING_
-LD_LIBRARY_PATH XDG_CACHE_HOME http_proxy https_proxy no_proxy HTTP_PROXY HTTPS_PROXY NO_PROXY
-"""
-_FORWARDED_PREFIXES = tuple(_FORWARDED.split())
-_FORWARDED_NAMES = frozenset(("CC", "CXX", "MAX_JOBS", "NINJA"))
-#: Each host's launcher sets these; a value from here would contradict it. CUDA_VISIBLE_DEVICES overrides the launcher.
-_NOT_FORWARDED = frozenset(("LLMSCALE_REPORTS", "CUDA_VISIBLE_DEVICES"))
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-DEEPSPEED_ENV = ".deepspeed_env"
-#: Folder of this llmscale, which every host has at the same path.
-PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def gather_environment(
@@ -214,18 +226,6 @@ def parse_env_file(path: Path) -> dict[str, str]:
 
 # ---------------------------------------------------------------- commands on the hosts
 
-#: Never ask for a password or about a host key, give up on a host that does not answer, and notice a silent one within
-#: 15 s (ssh itself would wait for hours).
-SSH_OPTIONS = ("-oBatchMode=yes", "-oConnectTimeout=10", "-oServerAliveInterval=5", "-oServerAliveCountMax=3")
-#: ssh's exit status for a host that it could not reach, or lost.
-SSH_FAILED = 255
-#: `timeout`'s exit status for a command that took too long; used here too.
-TIMED_OUT = 124
-#: Precedes an answer in a module's output: a login script may print text before it.
-_ANSWER_MARK = "llmscale-answer "
-#: Largest number of hosts that are contacted at the same time.
-FAN_OUT = 128
-
 
 @dataclass(frozen=True)
 class Finished:
@@ -242,12 +242,17 @@ class Finished:
     def answer(self) -> str:
         """JSON that the module has printed with `print_answer`; empty if it has not."""
         lines = [line for line in self.stdout.splitlines() if line.startswith(_ANSWER_MARK)]
-        return lines[-1].removeprefix(_ANSWER_MARK) if lines else ""
+        if lines:
+            return lines[-1].removeprefix(_ANSWER_MARK)
+        return ""
 
     def describe(self) -> str:
         """Return the last line of the output, after the time if the command took too long."""
         lines = (self.stderr.strip() or self.stdout.strip()).splitlines()
-        last = " ".join(lines[-1].split()) if lines else ""
+        if lines:
+            last = " ".join(lines[-1].split())
+        else:
+            last = ""
         if self.returncode == TIMED_OUT:
             return f"no answer within {self.timeout_s:.0f} s" + (f", after `{last}`" if last else "")
         return last or f"ended with status {self.returncode}"
@@ -341,9 +346,6 @@ def run_command(command: Sequence[str], timeout_s: float, message: str = "") -> 
         stdout, stderr = process.communicate()
         code = TIMED_OUT
     return Finished(code, stdout, stderr, timeout_s)
-
-
-LAUNCHERS = ("ssh", "slurm")
 
 
 def host_command_by(launcher: str) -> Callable[[str], list[str]]:

@@ -96,11 +96,14 @@ class BatchPlan:
 
     def length_after(self, samples: int) -> int:
         """Return the tokens of a sequence in the step after `samples` samples."""
-        return self.lengths.length(self.seq_len, samples) if self.lengths else self.seq_len
+        if self.lengths:
+            return self.lengths.length(self.seq_len, samples)
+        return self.seq_len
 
     def batches_from(self, step: int, seen: int) -> Batches:
         """Return the batch sizes from a step on, after `seen` samples."""
-        full, ramp = self.global_batch_size, self.ramp
+        full = self.global_batch_size
+        ramp = self.ramp
         if ramp is None:
             return ((step, seen, full),)
         batches = [(step, seen, ramp.size(full, seen))]
@@ -108,7 +111,8 @@ class BatchPlan:
             # The batch grows by another `first` once this many samples are seen.
             until = -(-size * ramp.samples // (full - ramp.first))
             steps = -(-(until - seen) // size)
-            step, seen = step + steps, seen + steps * size
+            step = step + steps
+            seen = seen + steps * size
             batches.append((step, seen, ramp.size(full, seen)))
         return tuple(batches)
 
@@ -159,7 +163,8 @@ class BatchPlan:
 
     def with_fewest_fillers(self) -> BatchPlan | None:
         """Return the plan with the largest micro-batch that needs the fewest fillers; None if this one does."""
-        groups, first = self.ranks.data_parallel_size, self.ramp.first if self.ramp else self.global_batch_size
+        groups = self.ranks.data_parallel_size
+        first = self.ramp.first if self.ramp else self.global_batch_size
         sizes = [size for size in cheapest_micro_batches(self.global_batch_size, groups) if first % size == 0]
         if self.micro_batch_size in sizes:
             return None
@@ -197,7 +202,10 @@ class BatchPlan:
         fillers = (self.computed(self.global_batch_size) - self.global_batch_size) // self.micro_batch_size
         if not fillers:
             return ""
-        work = f" ({self.filler_share:.0%} more work)" if self.filler_share > _FEW_FILLERS else ""
+        if self.filler_share > _FEW_FILLERS:
+            work = f" ({self.filler_share:.0%} more work)"
+        else:
+            work = ""
         return f" - {fillers} filler{'s' * (fillers > 1)}{work}"
 
 
@@ -220,7 +228,9 @@ def build_batch_plan(
         raise ConfigError(f"global_batch_size must be at least 1 sequence, not {global_batch_size}.")
     if lengths is not None:
         _check_lengths(lengths, seq_len)
-    groups, smallest, key = ranks.data_parallel_size, global_batch_size, "global_batch_size"
+    groups = ranks.data_parallel_size
+    smallest = global_batch_size
+    key = "global_batch_size"
     if groups > global_batch_size:
         raise ConfigError(
             f"global_batch_size {global_batch_size} has fewer sequences than there are ranks to train on them: "
@@ -229,7 +239,8 @@ def build_batch_plan(
         )
     if ramp is not None:
         _check_ramp(ramp, global_batch_size)
-        smallest, key = ramp.first, "batch_ramp_from"
+        smallest = ramp.first
+        key = "batch_ramp_from"
     legal = divisors(smallest)
     if micro_batch_size is None:
         sizes = set(cheapest_micro_batches(global_batch_size, groups)).intersection(legal)
@@ -274,8 +285,11 @@ def _check_lengths(lengths: LengthRamp, full: int) -> None:
 
 
 def _count_groups(ranks: ParallelLayout) -> str:
-    size, groups = ranks.sequence_parallel_size, ranks.data_parallel_size
-    return f"{groups} group{'s' * (groups > 1)} of {size} ranks" if size > 1 else f"{ranks.world_size} ranks"
+    size = ranks.sequence_parallel_size
+    groups = ranks.data_parallel_size
+    if size > 1:
+        return f"{groups} group{'s' * (groups > 1)} of {size} ranks"
+    return f"{ranks.world_size} ranks"
 
 
 def _listed(numbers: list[int]) -> str:
@@ -340,9 +354,12 @@ class ParallelLayout:
 
     def groups_per_node(self, ranks_per_node: Sequence[int]) -> tuple[int, ...]:
         """Return the groups that begin on each node, without nodes where none does."""
-        size, end, groups = self.sequence_parallel_size, 0, []
+        size = self.sequence_parallel_size
+        end = 0
+        groups = []
         for ranks in ranks_per_node:
-            begin, end = end, end + ranks
+            begin = end
+            end = end + ranks
             groups.append(-(-end // size) - -(-begin // size))
         return tuple(count for count in groups if count)
 

@@ -18,6 +18,14 @@ from llmscale.suggestions import did_you_mean
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _NOT_ONE = "README.md"
+#: Distributions of modules that are named otherwise.
+_DISTRIBUTIONS = {
+    "azure": "azure-storage-blob",
+    "botocore": "boto3",
+    "google": "google-cloud-storage",
+    "pynvml": "nvidia-ml-py",
+    "streaming": "mosaicml-streaming",
+}
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,10 @@ class BundledFiles:
     def why_missing(self, given: Path) -> str:
         """Return a hint for a missing file: the nearest name, and the files in its folder or llmscale's names."""
         folder = given.parent
-        beside = sorted(file.name for file in folder.glob(f"*{self.suffix}")) if self.suffix and folder.name else []
+        if self.suffix and folder.name:
+            beside = sorted(file.name for file in folder.glob(f"*{self.suffix}"))
+        else:
+            beside = []
         if beside:
             return f"{did_you_mean(given.name, beside)} Files in {folder}: {', '.join(beside)}."
         names = self.names()
@@ -100,16 +111,6 @@ def install_command(extras: str) -> str:
     missing = [match for match in of_extras if not [*metadata.distributions(name=match[2])]]
     needed = shlex.join(dict.fromkeys(match[1].strip() for match in missing or of_extras))
     return f"pip install {needed}  # extra {extras}"
-
-
-#: Distributions of modules that are named otherwise.
-_DISTRIBUTIONS = {
-    "azure": "azure-storage-blob",
-    "botocore": "boto3",
-    "google": "google-cloud-storage",
-    "pynvml": "nvidia-ml-py",
-    "streaming": "mosaicml-streaming",
-}
 
 
 def explain_missing(error: BaseException, extra: str) -> ConfigError | None:

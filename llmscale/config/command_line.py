@@ -52,8 +52,14 @@ class Need(NamedTuple):
         """Raise ConfigError for the first of the `given` settings that has no effect; `where` begins the message."""
         for key in self.keys.split():
             if key in given and not (self.is_met(settings) if self.is_met else getattr(settings, *self.others())):
-                value, flag = getattr(settings, key), f"--{key.replace('_', '-')}"
-                words = " ".join(map(str, value)) if isinstance(value, list) else "" if value is True else value
+                value = getattr(settings, key)
+                flag = f"--{key.replace('_', '-')}"
+                if isinstance(value, list):
+                    words = " ".join(map(str, value))
+                elif value is True:
+                    words = ""
+                else:
+                    words = value
                 if self.other.startswith("with "):
                     given_flag = flag if value is True else f"{flag} {words}"
                     raise ConfigError(f"{where}{given_flag} has no effect {self.other}. Drop one of them.")
@@ -149,7 +155,10 @@ class FlagParser(argparse.ArgumentParser):
         if unknown:
             hint = did_you_mean(unknown[0], self._option_string_actions)
             if self.passes_on:
-                example = f": `{self.prog} ... -- {unknown[0]} ...`" if unknown[0].startswith("-") else ""
+                if unknown[0].startswith("-"):
+                    example = f": `{self.prog} ... -- {unknown[0]} ...`"
+                else:
+                    example = ""
                 hint += f" Flags of {self.passes_on} follow a lone --{example}."
             raise ConfigError(f"unknown argument '{unknown[0]}'.{hint} `{self.prog} {self.lists_all}` lists all.")
 
@@ -158,7 +167,10 @@ class FlagParser(argparse.ArgumentParser):
         if not self.passes_on:
             return []
         words = list(sys.argv[1:] if args is None else args)
-        num_passed_on = len(words) - words.index("--") - 1 if "--" in words else 0
+        if "--" in words:
+            num_passed_on = len(words) - words.index("--") - 1
+        else:
+            num_passed_on = 0
         rest = next(action.dest for action in self._get_positional_actions() if action.nargs == argparse.ZERO_OR_MORE)
         given: list[str] = getattr(known, rest)
         return given[: max(0, len(given) - num_passed_on)]
@@ -172,7 +184,10 @@ class FlagParser(argparse.ArgumentParser):
             is_absent = action.nargs == argparse.OPTIONAL and getattr(known, action.dest) is action.default
             is_word = bool(unknown) and (" " in unknown[0] or not unknown[0].startswith("-"))
             if is_absent and (is_word or unknown[:1] == ["--"]):
-                word = unknown.pop(0) if is_word else unknown.pop(1)
+                if is_word:
+                    word = unknown.pop(0)
+                else:
+                    word = unknown.pop(1)
                 setattr(known, action.dest, self._get_value(action, word))
                 del unknown[: unknown[:1] == ["--"]]
 
@@ -184,7 +199,12 @@ class FlagParser(argparse.ArgumentParser):
             action = self._option_string_actions.get(name)
             if action is None:
                 continue
-            value = value if equals else following if action.nargs != 0 else ""
+            if equals:
+                value = value
+            elif action.nargs != 0:
+                value = following
+            else:
+                value = ""
             if action.dest in given and not isinstance(action, argparse._AppendAction):
                 first, before = given[action.dest]
                 if first != name:
@@ -210,7 +230,10 @@ class FlagParser(argparse.ArgumentParser):
         if choice:
             name, given, words = choice.groups()
             legal = [word.strip(" '\"") for word in words.split(",")]
-            prefix = f"{name.rpartition('/')[2]} " if name.startswith("-") else ""
+            if name.startswith("-"):
+                prefix = f"{name.rpartition('/')[2]} "
+            else:
+                prefix = ""
             raise ConfigError(f"{prefix}'{given}' is not known.{did_you_mean(given, legal)} Legal: {', '.join(legal)}.")
         raise ConfigError(f"{message}. `{self.prog} {self.lists_all}` lists all flags.")
 
@@ -252,7 +275,10 @@ def whole_number(lowest: int, highest: int) -> Callable[[str], int]:
         with suppress(ValueError):
             value = parse_whole(text)
         if value is None or not lowest <= value <= highest:
-            most = f" and at most {highest:,}" if value is not None and value > highest else ""
+            if value is not None and value > highest:
+                most = f" and at most {highest:,}"
+            else:
+                most = ""
             raise argparse.ArgumentTypeError(f"must be a whole number of at least {lowest}{most}, not '{text}'")
         return value
 

@@ -19,6 +19,8 @@ from llmscale.terminal.human_numbers import format_quantity
 
 #: Largest relative difference between a model's size and the size in its preset's name.
 _SAME_SIZE = 0.05
+#: Numbers that name a model's size to people.
+SIZES = ("n_layer", "n_head", "n_embd")
 
 
 def describe_preset(name: str, shape: GPTShape, vocabulary_of: str = "the dataset's") -> str | None:
@@ -38,12 +40,11 @@ def describe_preset(name: str, shape: GPTShape, vocabulary_of: str = "the datase
 
 def describe_parameters(shape: GPTShape) -> str:
     """Return `124,439,808 parameters`, and with experts how many of them a token uses."""
-    active = f", of which a token uses {shape.active_parameters:,}" if shape.num_experts else ""
+    if shape.num_experts:
+        active = f", of which a token uses {shape.active_parameters:,}"
+    else:
+        active = ""
     return f"{shape.num_parameters:,} parameters{active}"
-
-
-#: Numbers that name a model's size to people.
-SIZES = ("n_layer", "n_head", "n_embd")
 
 
 def shape_changes(name: str, shape: GPTShape) -> dict[str, object]:
@@ -88,11 +89,23 @@ def describe_batch(config: RunConfig, ds: DsConfig) -> Iterator[str]:
 
 def describe_optimizer(config: RunConfig, schedule: Schedule, gradient_clipping: float) -> str:
     """Describe optimizer and schedule, with all defaults."""
-    preset = "" if config.lr is not None else f" ({_rate_source(config)})"
-    adam = f", betas {config.beta1:g} and {config.beta2:g}" if config.optimizer != "adafactor" else ""
-    rules = f"; {', '.join(config.param_group)}" if config.param_group else ""
+    if config.lr is not None:
+        preset = ""
+    else:
+        preset = f" ({_rate_source(config)})"
+    if config.optimizer != "adafactor":
+        adam = f", betas {config.beta1:g} and {config.beta2:g}"
+    else:
+        adam = ""
+    if config.param_group:
+        rules = f"; {', '.join(config.param_group)}"
+    else:
+        rules = ""
     rules += f"; frozen: {', '.join(config.freeze)}" if config.freeze else ""
-    factor = f" ({config.muon_lr_factor:g} times that for matrices)" if config.muon_lr_factor else ""
+    if config.muon_lr_factor:
+        factor = f" ({config.muon_lr_factor:g} times that for matrices)"
+    else:
+        factor = ""
     divisor = get_optimizer(config.optimizer).default_rate_factor
     decay = f"{config.weight_decay / divisor:g}{f' ({config.weight_decay:g} / {divisor:g})' if divisor != 1 else ''}"
     return (
@@ -127,7 +140,8 @@ def warn_of_router(shape: GPTShape) -> str | None:
 def describe_schedule(schedule: Schedule) -> str:
     """Return `117 warm-up steps, cosine to 6.00e-05`."""
     shape: str = schedule.schedule
-    of, warmup = "", f"{schedule.warmup_steps:,} warm-up steps"
+    of = ""
+    warmup = f"{schedule.warmup_steps:,} warm-up steps"
     if shape in OF_DEEPSPEED:
         of = f" ({shape})"
         shape = OF_DEEPSPEED[shape]

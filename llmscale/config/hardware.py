@@ -18,6 +18,19 @@ from llmscale.suggestions import did_you_mean
 if TYPE_CHECKING:
     from llmscale.config.deepspeed.schema import Precision
 
+#: PCIe x16 in one direction, bytes/s.
+_PCIE3 = 16e9
+_PCIE4 = 32e9
+_PCIE5 = 64e9
+#: Words that turn a known name into that of another GPU: a part of it, a slower or a smaller one.
+_OTHER_GPU = {"mig", "nvl", "laptop", "max", "d", "ti", "super", "ls"}
+#: Share of the memory in its name that CUDA reports of a GPU, at least.
+_LEAST_REPORTED = 0.9
+#: Headings of `gpu_table_rows`.
+GPU_TABLE_HEAD = ("GPU", "GiB", "16-bit TFLOP/s", "TF32", "fp32", "bf16", "memory TB/s", "link GB/s", "W", "source")
+#: GPUs of the largest common nodes, such as DGX-2.
+_MANY_IN_A_NODE = 16
+
 
 def has_bf16(capability: ComputeCapability | None) -> bool:
     """Return whether the tensor cores support bf16, which Ampere's were the first to do. None counts as newer."""
@@ -67,9 +80,6 @@ class GPU:
         return self.dense_16bit_flops / 2 if self.has_bf16 else None
 
 
-#: PCIe x16 in one direction, bytes/s.
-_PCIE3, _PCIE4, _PCIE5 = 16e9, 32e9, 64e9
-
 #: In order: name, pattern, memory_gib, dense_16bit_flops, fp32_flops, capability, memory_bytes_per_s, link_bytes_per_s,
 #: host_link_bytes_per_s, power_w, source.
 GPUS = (
@@ -111,13 +121,6 @@ GPUS = (
         "AMD MI300X datasheet"),
 )  # fmt: skip
 
-#: Words that turn a known name into that of another GPU: a part of it, a slower or a smaller one.
-_OTHER_GPU = {"mig", "nvl", "laptop", "max", "d", "ti", "super", "ls"}
-
-
-#: Share of the memory in its name that CUDA reports of a GPU, at least.
-_LEAST_REPORTED = 0.9
-
 
 def find_gpu(device_name: str) -> GPU | None:
     """Return the GPU with the driver's name `device_name`, or None if it is not in the table.
@@ -141,7 +144,10 @@ def get_gpu(name: str, other: str = " For any other GPU give --gpu-memory-gib an
     names = [gpu.name for gpu in GPUS]
     # The driver's name, as nvidia-smi prints it.
     meant = find_gpu(name)
-    hint = f" Did you mean '{meant.name}'?" if meant else did_you_mean(name, names)
+    if meant:
+        hint = f" Did you mean '{meant.name}'?"
+    else:
+        hint = did_you_mean(name, names)
     size = re.match(r"\d{1,4}", name)
     if size and _gpus_of_size(f"{size[0]}gb"):
         hint = f" Did you mean '{size[0]}gb', any GPU of that size?"
@@ -151,7 +157,10 @@ def get_gpu(name: str, other: str = " For any other GPU give --gpu-memory-gib an
 def _gpus_of_size(name: str) -> list[GPU]:
     """Return a GPU called `24gb`: the slowest of the table with so much memory, with the least memory of them."""
     size = re.fullmatch(r"(\d{1,4})gb", name)
-    gib = int(size[1]) if size else 0
+    if size:
+        gib = int(size[1])
+    else:
+        gib = 0
     alike = [gpu for gpu in GPUS if _LEAST_REPORTED * gib <= gpu.memory_gib <= gib]
     slowest = sorted(alike, key=lambda gpu: (gpu.dense_16bit_flops, gpu.link_bytes_per_s))[:1]
     memory_gib = min((gpu.memory_gib for gpu in alike), default=0.0)
@@ -192,10 +201,6 @@ def custom_gpu(memory_gib: float, bf16_tflops: float) -> GPU:
         power_w=None,
         source="given on the command line; link taken as PCIe 4.0 x16",
     )
-
-
-#: Headings of `gpu_table_rows`.
-GPU_TABLE_HEAD = ("GPU", "GiB", "16-bit TFLOP/s", "TF32", "fp32", "bf16", "memory TB/s", "link GB/s", "W", "source")
 
 
 def gpu_table_rows() -> list[tuple[str, ...]]:
@@ -280,10 +285,6 @@ def get_interconnect(name: str) -> Interconnect:
     )
 
 
-#: GPUs of the largest common nodes, such as DGX-2.
-_MANY_IN_A_NODE = 16
-
-
 @dataclass(frozen=True)
 class Cluster:
     """Machines of a run: GPUs, nodes, the network between them, and the memory of a node."""
@@ -309,7 +310,10 @@ class Cluster:
         gpu = gpu or self.gpu.name
         if self.num_nodes > 1:
             return f"{self.num_nodes} nodes x {self.gpus_per_node} x {gpu}"
-        one = " in one node (of several nodes: --num-nodes)" if self.gpus_per_node > _MANY_IN_A_NODE else ""
+        if self.gpus_per_node > _MANY_IN_A_NODE:
+            one = " in one node (of several nodes: --num-nodes)"
+        else:
+            one = ""
         return f"{self.gpus_per_node} x {gpu}{one}"
 
 

@@ -74,12 +74,18 @@ def read_published_model(flag: str, value: str, config: RunConfig | None = None)
         )
     files = find_config(name, source)
     is_replaced = config is not None and getattr(config, "rope_scaling", None) is not None
-    entries = without_rope_scaling(files.entries) if is_replaced else files.entries
+    if is_replaced:
+        entries = without_rope_scaling(files.entries)
+    else:
+        entries = files.entries
     shape = read_shape(entries, source)
     tensors = tuple(get_family(entries, source).tensors(shape))
     # For messages only, so an odd value does not matter.
     classes = files.entries.get("architectures")
-    class_name = classes[0][:80] if isinstance(classes, list) and classes and isinstance(classes[0], str) else ""
+    if isinstance(classes, list) and classes and isinstance(classes[0], str):
+        class_name = classes[0][:80]
+    else:
+        class_name = ""
     return PublishedModel(source, name, files.hub_name, files.folder, class_name, tensors, shape, entries)
 
 
@@ -95,19 +101,30 @@ def with_published_shape(
     given = _given_keys(config)
     if is_published(config.model):
         is_read = named is not None and named.source == f"--model {config.model}"
-        model = named if named and is_read else read_published_model("--model", config.model, config)
-        wanted, whose = _keys_of(model.shape.changed(given)), f"--model {config.model}"
+        if named and is_read:
+            model = named
+        else:
+            model = read_published_model("--model", config.model, config)
+        wanted = _keys_of(model.shape.changed(given))
+        whose = f"--model {config.model}"
     elif weights is not None and "model" in config.model_fields_set:
         shape = get_preset(config.model).shape(weights.shape.vocab_size, weights.shape.seq_len)
-        wanted, whose = _keys_of(shape.changed(given)), f"--model {config.model}"
+        wanted = _keys_of(shape.changed(given))
+        whose = f"--model {config.model}"
     else:
-        wanted, whose = given, "the run"
+        wanted = given
+        whose = "the run"
     if weights is None:
-        return _with_keys(config, config.model, wanted) if is_published(config.model) else config
+        if is_published(config.model):
+            return _with_keys(config, config.model, wanted)
+        return config
     added = _added_experts(weights, given)
     wanted = {key: value for key, value in wanted.items() if key not in added}
     _check_same(wanted, weights.keys, whose, f"{weights.source} ({CONFIG_NAME})", given)
-    model_name = config.model if "model" in config.model_fields_set else PREFIX + weights.name
+    if "model" in config.model_fields_set:
+        model_name = config.model
+    else:
+        model_name = PREFIX + weights.name
     return _with_keys(config, model_name, {**weights.keys, **_free(given), **added})
 
 
@@ -137,7 +154,8 @@ def with_saved_shape(config: RunConfig, saved: Mapping[str, object], source: str
     Return None if the user names a model, unless it is the published one that the run started with. `saved` is the
     configuration in the checkpoint `source`. Raises ConfigError for shape keys that contradict a published model.
     """
-    model, names_model = saved.get("model"), "model" in config.model_fields_set
+    model = saved.get("model")
+    names_model = "model" in config.model_fields_set
     if not isinstance(model, str) or (names_model and not (is_published(model) and config.model == model)):
         return None
     keys = {key: saved.get(key) for key in PUBLISHED_KEYS}

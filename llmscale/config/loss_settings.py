@@ -11,7 +11,8 @@ LossKernel = Literal["torch", "liger"]
 CHUNK_TOKENS = 2048
 
 #: Weight of the balance loss in Switch Transformer, and speed of the routers' biases in DeepSeek V3.
-BALANCE_LOSS, ROUTER_BIAS_SPEED = 0.01, 0.001
+BALANCE_LOSS = 0.01
+ROUTER_BIAS_SPEED = 0.001
 
 #: Parts of a chunk for which the fp32 softmax is computed one after the other; it is twice as large as the logits.
 _SOFTMAX_PARTS = 16

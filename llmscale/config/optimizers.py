@@ -29,7 +29,8 @@ from llmscale.errors import ConfigError
 
 OptimizerName = Literal["adamw", "muon", "adafactor"]
 
-_FP32_BYTES, _BF16_BYTES = 4, 2
+_FP32_BYTES = 4
+_BF16_BYTES = 2
 #: Between the name of a group and the pattern that divides it.
 _DIVIDED = "/"
 
@@ -74,7 +75,11 @@ class OptimizerGroup:
 
     def weight_decay(self, of_run: float) -> float:
         """Return the group's weight decay."""
-        return self.own_decay if self.own_decay is not None else of_run if self.decays else 0.0
+        if self.own_decay is not None:
+            return self.own_decay
+        if self.decays:
+            return of_run
+        return 0.0
 
     def holds(self, name: str, kind: ParameterKind) -> bool:
         """Return whether a parameter may belong to the group; the first such group has it."""
@@ -122,7 +127,10 @@ class OptimizerSpec:
         """Return each group with its parameters, in order. Empty groups are left out, as in torch and DeepSpeed."""
         members: dict[str, list[ParameterTensor]] = {group.name: [] for group in self.groups}
         by_name = any(group.pattern != "*" for group in self.groups)
-        of_kind = {} if by_name else {kind: self.group_of(kind) for group in self.groups for kind in group.kinds}
+        if by_name:
+            of_kind = {}
+        else:
+            of_kind = {kind: self.group_of(kind) for group in self.groups for kind in group.kinds}
         for tensor in tensors:
             members[(of_kind.get(tensor.kind) or self.group_of(tensor.kind, tensor.name)).name].append(tensor)
         return tuple((group, tuple(members[group.name])) for group in self.groups if members[group.name])
@@ -131,7 +139,10 @@ class OptimizerSpec:
         """Return the bytes of master weights and states of all parameters that are trained."""
         tensors = ParameterTensors(model, self.frozen)
         weights = sum(self.group_of(kind).state_bytes * count for kind, count in tensors.trainable_by_kind.items())
-        factored = tensors.trainable if any(group.is_factored for group in self.groups) else ()
+        if any(group.is_factored for group in self.groups):
+            factored = tensors.trainable
+        else:
+            factored = ()
         return weights + sum(self.group_of(one.kind).sums_bytes(one.parameter) for one in factored)
 
     def checkpoint_bytes(self, model: Architecture) -> int:
@@ -196,7 +207,10 @@ class OptimizerSpec:
     def step_flops(self, model: Architecture) -> int:
         """Return the FLOPs of a step's matrix products, summed over ranks; elementwise operations are not counted."""
         kinds = {kind for group in self.groups if group.is_orthogonalised for kind in group.kinds}
-        tensors = ParameterTensors(model, self.frozen).trainable if kinds else ()
+        if kinds:
+            tensors = ParameterTensors(model, self.frozen).trainable
+        else:
+            tensors = ()
         return sum(
             matrix.newton_schulz_flops
             for tensor in tensors

@@ -18,6 +18,32 @@ from llmscale.untrusted.hub import forgotten_prefix
 from llmscale.untrusted.strangers import describe_stranger
 
 _GPT2_VOCAB = 50257
+_GPT2 = "Radford et al. 2019, table 2; learning rate and batch of the GPT-3 model of its size"
+_GPT3 = "Brown et al. 2020, table 2.1"
+_OPT = "Zhang et al. 2022, table 1"
+_TINY = "for CPUs and tests"
+_MUON = "for CPUs: a modern block, Muon, and the best learning rate that was tried"
+_LLAMA3 = "Grattafiori et al. 2024, table 3"
+_LLAMA32 = "config.json of Llama 3.2 without its scaling to 131,072 tokens; learning rate and batch of Llama 3 8B"
+_QWEN3 = (
+    "Yang et al. 2025, table 1, base of rotations before the long-context stage; learning rate and batch of Llama 3"
+)
+_SMOLLM2 = "SmolLM2 before its context was made longer; learning rate and batch of SmolLM (Allal et al. 2024)"
+_OLMOE = "Muennighoff et al. 2024"
+_MIXTRAL = "Jiang et al. 2024, table 1; learning rate and batch of Llama 3 8B"
+_MODERN = "GPT-2's depth, width and heads with Llama's norm, rotations and gated MLP, and Qwen 3's query-key norm"
+_LLAMA_BLOCK: Mapping[str, object] = {
+    "norm": "rmsnorm",
+    "bias": False,
+    "positions": "rotary",
+    "activation": "silu",
+    "gated_mlp": True,
+}
+#: OPT's decay to a tenth, and dropout (section 2.2). Its 350m is built like the others, without the published
+#: projections.
+_OPT_RUN: Mapping[str, object] = {"dropout": 0.1, "schedule": "linear", "min_lr_frac": 0.1}
+#: Similarity of a misspelt preset (gtp2-124m) to the one that is meant.
+_MISSPELT = 0.85
 
 
 @dataclass(frozen=True)
@@ -57,31 +83,6 @@ class Preset:
         )
 
 
-_GPT2 = "Radford et al. 2019, table 2; learning rate and batch of the GPT-3 model of its size"
-_GPT3 = "Brown et al. 2020, table 2.1"
-_OPT = "Zhang et al. 2022, table 1"
-_TINY = "for CPUs and tests"
-_MUON = "for CPUs: a modern block, Muon, and the best learning rate that was tried"
-_LLAMA3 = "Grattafiori et al. 2024, table 3"
-_LLAMA32 = "config.json of Llama 3.2 without its scaling to 131,072 tokens; learning rate and batch of Llama 3 8B"
-_QWEN3 = (
-    "Yang et al. 2025, table 1, base of rotations before the long-context stage; learning rate and batch of Llama 3"
-)
-_SMOLLM2 = "SmolLM2 before its context was made longer; learning rate and batch of SmolLM (Allal et al. 2024)"
-_OLMOE = "Muennighoff et al. 2024"
-_MIXTRAL = "Jiang et al. 2024, table 1; learning rate and batch of Llama 3 8B"
-_MODERN = "GPT-2's depth, width and heads with Llama's norm, rotations and gated MLP, and Qwen 3's query-key norm"
-
-_LLAMA_BLOCK: Mapping[str, object] = {
-    "norm": "rmsnorm",
-    "bias": False,
-    "positions": "rotary",
-    "activation": "silu",
-    "gated_mlp": True,
-}
-#: OPT's decay to a tenth, and dropout (section 2.2). Its 350m is built like the others, without the published
-#: projections.
-_OPT_RUN: Mapping[str, object] = {"dropout": 0.1, "schedule": "linear", "min_lr_frac": 0.1}
 _opt = partial(Preset, seq_len=2048, source=_OPT, block={"activation": "relu"}, vocab_size=50_272, run=_OPT_RUN)
 _llama3 = partial(Preset, seq_len=8192, global_batch_tokens=2**22, vocab_size=128_256)
 _qwen3 = partial(Preset, seq_len=4096, global_batch_tokens=2**22, vocab_size=151_936, source=_QWEN3)
@@ -226,10 +227,6 @@ def get_preset(name: str) -> Preset:
     return PRESETS[name]
 
 
-#: Similarity of a misspelt preset (gtp2-124m) to the one that is meant.
-_MISSPELT = 0.85
-
-
 def _suggest(name: str) -> str:
     """Return a hint at the preset that a name probably means: of the same family, and the nearest in size."""
     plain = name.lower().replace("_", "-")
@@ -239,11 +236,9 @@ def _suggest(name: str) -> str:
     alike = [preset for preset in PRESETS if _family(preset) == family]
     if not alike:
         meant = difflib.get_close_matches(plain, PRESETS, n=1, cutoff=_MISSPELT)
-        return (
-            f" Did you mean {meant[0]!r}?"
-            if meant
-            else " A published model is named hf:ORGANISATION/NAME, or hf:FOLDER."
-        )
+        if meant:
+            return f" Did you mean {meant[0]!r}?"
+        return " A published model is named hf:ORGANISATION/NAME, or hf:FOLDER."
     generation = plain.split("-")[0]
     if generation != family:  # gpt3, of gpt2 and gpt3
         alike = [preset for preset in alike if preset.split("-")[0] == generation] or alike

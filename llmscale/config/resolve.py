@@ -23,6 +23,16 @@ from llmscale.config.run_keys import needs
 from llmscale.config.schedule import DEFAULT_FLOORS, Schedule
 from llmscale.errors import ConfigError
 
+#: Keys of a run for the file's optimizer that its blocks set.
+_OF_OPTIMIZER = ("lr", "beta1", "beta2", "eps", "weight_decay", "warmup_min_lr")
+#: Vocabularies for a text of one's own, and the most that one may add to the size in a model's name.
+LEAST_VOCAB = 512
+MOST_VOCAB = 32768
+_MOST_OF_NAME = 1.16
+#: Default batches are multiples of the first of these that is at most an eighth of them, or of the last: common numbers
+#: of ranks divide them.
+_BATCH_MULTIPLES = (64, 8)
+
 
 @dataclass(frozen=True)
 class SetFacts:
@@ -73,7 +83,9 @@ class ResolvedStep:
     @cached_property
     def stored_optimizer(self) -> OptimizerSpec:
         """`optimizer` with master weights and states in the type that the ds_config gives them."""
-        return self.optimizer.in_bf16() if self.ds.keys.has_bf16_states else self.optimizer
+        if self.ds.keys.has_bf16_states:
+            return self.optimizer.in_bf16()
+        return self.optimizer
 
     @property
     def precision(self) -> Precision:
@@ -96,10 +108,13 @@ class ResolvedStep:
 
     def with_length(self, seq_len: int) -> ResolvedStep:
         """Return the step with sequences of another length."""
-        shape, plan = replace(self.shape, seq_len=seq_len), replace(self.plan, seq_len=seq_len)
+        shape = replace(self.shape, seq_len=seq_len)
+        plan = replace(self.plan, seq_len=seq_len)
         # A table of positions changes the size of the model, and with it the ds_config.
         is_as_large = shape.num_parameters == self.shape.num_parameters
-        return replace(self, shape=shape, plan=plan) if is_as_large else self.changed(shape=shape, plan=plan)
+        if is_as_large:
+            return replace(self, shape=shape, plan=plan)
+        return self.changed(shape=shape, plan=plan)
 
     def changed(self, **fields: Any) -> ResolvedStep:
         """Return the step with other fields, and the open keys of its ds_config filled again. Raises ConfigError."""
@@ -138,7 +153,10 @@ class ResolvedRun(ResolvedStep):
 
     def on_cpu(self, *, has_bf16: bool = True) -> ResolvedRun:
         """Return the run for a CPU: no pinned memory, and fp32 in place of a default of bf16 without its arithmetic."""
-        ds = self.ds if has_bf16 or not self.ds.keys.leaves_precision_open else self.ds.with_precision("fp32")
+        if has_bf16 or not self.ds.keys.leaves_precision_open:
+            ds = self.ds
+        else:
+            ds = self.ds.with_precision("fp32")
         return replace(self, ds=ds, ds_config=without_pinned_memory(resolve_ds_config(ds, self.shape, self.plan)))
 
 
@@ -161,10 +179,6 @@ def with_ds_keys(config: RunConfig, ds: DsConfig) -> RunConfig:
     changed = build_run_config(merged, f"{ds.source}: ", given)
     unmet = {need.keys for need in needs() if need.keys in taken and need.is_met and not need.is_met(changed)}
     return build_run_config({key: value for key, value in merged.items() if key not in unmet}, f"{ds.source}: ", given)
-
-
-#: Keys of a run for the file's optimizer that its blocks set.
-_OF_OPTIMIZER = ("lr", "beta1", "beta2", "eps", "weight_decay", "warmup_min_lr")
 
 
 def resolve_step(
@@ -221,7 +235,8 @@ def resolve_loss(config: RunConfig, shape: GPTShape) -> LossSettings:
         if needed and getattr(config, key) and not getattr(shape, needed):
             flag = f"--{needed.replace('_', '-')}{'' if isinstance(getattr(shape, needed), bool) else ' N'}"
             raise ConfigError(f"{key} = {getattr(config, key)} has no effect without {flag}. Give both or neither.")
-    balance, speed = config.balance_loss, config.router_bias_speed
+    balance = config.balance_loss
+    speed = config.router_bias_speed
     if balance is None:
         balance = default_balance_loss(shape)
     if speed is None:
@@ -282,11 +297,6 @@ def resolve_shape(config: RunConfig, facts: SetFacts) -> GPTShape:
     return changed
 
 
-#: Vocabularies for a text of one's own, and the most that one may add to the size in a model's name.
-LEAST_VOCAB, MOST_VOCAB = 512, 32768
-_MOST_OF_NAME = 1.16
-
-
 def fitting_vocabulary(config: RunConfig, seq_len: int) -> int:
     """Return the largest power of two as vocabulary with which the preset has about the size in its name.
 
@@ -298,7 +308,8 @@ def fitting_vocabulary(config: RunConfig, seq_len: int) -> int:
 
     unchanged = get_preset(config.model).shape(LEAST_VOCAB, seq_len).num_parameters
     most = _MOST_OF_NAME * nominal_parameters(config.model) * parameters(LEAST_VOCAB) / unchanged
-    vocab_size, limit = MOST_VOCAB, config.vocab_size or MOST_VOCAB
+    vocab_size = MOST_VOCAB
+    limit = config.vocab_size or MOST_VOCAB
     while vocab_size > LEAST_VOCAB and (vocab_size > limit or parameters(vocab_size) > most):
         vocab_size //= 2
     return vocab_size
@@ -310,14 +321,17 @@ def resolve_batch(config: RunConfig, seq_len: int, world_size: int, ds: DsConfig
     `ds` is None where several ds_configs are compared, and each is asked afterwards.
     """
     ranks = ParallelLayout(world_size, config.sequence_parallel_size, config.expert_parallel_size)
-    total, micro = _given_batch_size(config, seq_len), config.micro_batch_size
-    first, tokens = config.batch_ramp_from, config.batch_ramp_tokens
+    total = _given_batch_size(config, seq_len)
+    micro = config.micro_batch_size
+    first = config.batch_ramp_from
+    tokens = config.batch_ramp_tokens
     # A ramp begins with `first` sequences, and grows by as many at least once.
     least, of = (2 * first, first) if first is not None else (ranks.data_parallel_size, micro or 1)
     default = default_batch_size(default_preset(config), seq_len, least, of)
     if ds:
         total, micro = ds.batch(total, micro, default, ranks.data_parallel_size)
-    shortest, until = config.seq_len_ramp_from, config.seq_len_ramp_tokens
+    shortest = config.seq_len_ramp_from
+    until = config.seq_len_ramp_tokens
     return build_batch_plan(
         global_batch_size=total or default,
         ranks=ranks,
@@ -326,11 +340,6 @@ def resolve_batch(config: RunConfig, seq_len: int, world_size: int, ds: DsConfig
         ramp=BatchRamp(first, -(-tokens // seq_len)) if first is not None and tokens is not None else None,
         lengths=LengthRamp(shortest, -(-until // seq_len)) if shortest is not None and until is not None else None,
     )
-
-
-#: Default batches are multiples of the first of these that is at most an eighth of them, or of the last: common numbers
-#: of ranks divide them.
-_BATCH_MULTIPLES = (64, 8)
 
 
 def default_batch_size(preset: str, seq_len: int, groups: int, of: int = 1) -> int:
@@ -344,7 +353,9 @@ def default_batch_size(preset: str, seq_len: int, groups: int, of: int = 1) -> i
     if wanted < unit:
         unit = math.lcm(1 << max(0, round(math.log2(wanted))), of)
     size = unit * max(1, round(wanted / unit))
-    return size if size >= groups else math.lcm(of, groups)
+    if size >= groups:
+        return size
+    return math.lcm(of, groups)
 
 
 def _given_batch_size(config: RunConfig, seq_len: int) -> int | None:
@@ -353,7 +364,10 @@ def _given_batch_size(config: RunConfig, seq_len: int) -> int | None:
         return config.global_batch_size
     if config.global_batch_tokens % seq_len:
         below = config.global_batch_tokens // seq_len * seq_len
-        nearest = f"{below} or {below + seq_len}" if below else str(seq_len)
+        if below:
+            nearest = f"{below} or {below + seq_len}"
+        else:
+            nearest = str(seq_len)
         raise ConfigError(
             f"global_batch_tokens {config.global_batch_tokens} is not a multiple of seq_len {seq_len}. "
             f"The nearest legal values are {nearest}."
@@ -362,7 +376,9 @@ def _given_batch_size(config: RunConfig, seq_len: int) -> int | None:
 
 
 def _steps_of(tokens: int | None, plan: BatchPlan) -> int | None:
-    return None if tokens is None else plan.steps_for(-(-tokens // plan.seq_len))
+    if tokens is None:
+        return None
+    return plan.steps_for(-(-tokens // plan.seq_len))
 
 
 def resolve_schedule(config: RunConfig, plan: BatchPlan, num_train_samples: int) -> Schedule:
@@ -380,10 +396,16 @@ def resolve_schedule(config: RunConfig, plan: BatchPlan, num_train_samples: int)
     if warmup_steps is None:
         warmup_steps = min(2000, total_steps // 100)
     # The final decay of wsd comes after a batch ramp.
-    at_end = replace(plan, ramp=None) if config.schedule == "wsd" else plan
+    if config.schedule == "wsd":
+        at_end = replace(plan, ramp=None)
+    else:
+        at_end = plan
     decay_steps = config.decay_steps or _steps_of(config.decay_tokens, at_end)
     if decay_steps is None:
-        decay_steps = max(1, total_steps // 5) if config.schedule == "wsd" else total_steps
+        if config.schedule == "wsd":
+            decay_steps = max(1, total_steps // 5)
+        else:
+            decay_steps = total_steps
     peak_lr = config.lr
     if peak_lr is None:
         factor = get_optimizer(config.optimizer).default_rate_factor

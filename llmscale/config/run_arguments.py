@@ -34,7 +34,10 @@ def parse_run_config(argv: Sequence[str], parser: FlagParser | None = None) -> R
         elif value == "null":
             flags[key] = None
     file = flags.get("config")
-    from_file = {} if file is None else load_run_file(checked(check_path, file, f"config = {file!r}"))
+    if file is None:
+        from_file = {}
+    else:
+        from_file = load_run_file(checked(check_path, file, f"config = {file!r}"))
     for key, twin in EXCLUSIVE_KEYS:
         for own, overridden in ((key, twin), (twin, key)):
             if own in flags and overridden not in flags:
@@ -74,7 +77,8 @@ class _Help(argparse.Action):
 def _short_help(parser: FlagParser) -> FlagParser:
     """Return a parser with the usual keys alone, and the flags of `parser` beside the keys."""
     short = FlagParser(prog=parser.prog, example=parser.example, description=parser.description, add_help=False)
-    fields, documented = RunConfig.model_fields, describe_keys()
+    fields = RunConfig.model_fields
+    documented = describe_keys()
     names = [key for key, text in documented.items() if text.usual]
     annotations = {key: fields[key].annotation for key in names}
     defaults = {key: fields[key].default for key in names}

@@ -640,7 +640,10 @@ def build_run_config(values: dict[str, object], where: str = "", flags: Collecti
         config = RunConfig(**values)  # type: ignore[arg-type]  # checked by pydantic
     except ValidationError as error:
         first = error.errors()[0]
-        key = str(first["loc"][0]) if first["loc"] else "?"
+        if first["loc"]:
+            key = str(first["loc"][0])
+        else:
+            key = "?"
         if key in numbers:
             first["input"] = given[key]
         if first["type"] == "extra_forbidden":
@@ -662,7 +665,9 @@ def build_run_config(values: dict[str, object], where: str = "", flags: Collecti
 
 def _parse(kind: type, text: str) -> int | float:
     """Return the number of `kind` that a text means. Raises ValueError."""
-    return parse_whole(text) if kind is int else float(parse_number(text, with_suffix=False))
+    if kind is int:
+        return parse_whole(text)
+    return float(parse_number(text, with_suffix=False))
 
 
 def _number_kind(key: str) -> type | None:

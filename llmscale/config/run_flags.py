@@ -61,7 +61,9 @@ class KeyText(NamedTuple):
     def asked_text(self) -> str:
         """Documentation in these commands, with their default in place of the key's own."""
         default = self.asked_default or self.default
-        return f"{_OWN_DEFAULT.split(self.text)[0].removesuffix('.')}; default: {default}." if default else self.text
+        if default:
+            return f"{_OWN_DEFAULT.split(self.text)[0].removesuffix('.')}; default: {default}."
+        return self.text
 
 
 @cache
@@ -75,7 +77,10 @@ def describe_keys() -> dict[str, KeyText]:
             if not (isinstance(key, ast.AnnAssign) and isinstance(key.target, ast.Name) and isinstance(text, ast.Expr)):
                 continue
             above = lines[key.lineno - 2].strip()
-            section = above.removeprefix("# ") if above.startswith("# ") else section
+            if above.startswith("# "):
+                section = above.removeprefix("# ")
+            else:
+                section = section
             # `key(...)` is the value, `shape_key(...)` within the type; other fields are not keys.
             for call in ast.walk(key):
                 if isinstance(call, ast.Call) and ast.unparse(call.func) in ("key", "shape_key"):
@@ -114,8 +119,14 @@ def _read_key(section: str, text: str, kind: type, call: ast.Call) -> KeyText:
     literals = ("metavar", "asked_by", "asked_default", "usual")
     given = [ast.literal_eval(words[word]) if word in words else "" for word in literals]
     metavar, asked_by, asked_default, usual = given
-    value = call.args[0].value if call.args and isinstance(call.args[0], ast.Constant) else None
-    default = show_default(value) if type(value) in (int, float) else ""
+    if call.args and isinstance(call.args[0], ast.Constant):
+        value = call.args[0].value
+    else:
+        value = None
+    if type(value) in (int, float):
+        default = show_default(value)
+    else:
+        default = ""
     return KeyText(section, text, kind, metavar, tuple(asked_by), asked_default, default, bool(usual))
 
 
@@ -134,7 +145,10 @@ def flag_words(key: str, value: object) -> list[str]:
     name = key.replace("_", "-")
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no-{name}"]
-    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        text = ",".join(map(str, value))
+    else:
+        text = str(value)
     # argparse takes a word that begins with a dash as the next flag.
     return [f"--{name}={text}"] if text.startswith("-") else [f"--{name}", text]
 
@@ -165,7 +179,8 @@ def add_run_flags(
     """
     for key in keys:
         documented = describe_keys()[key]
-        option, default = f"--{key.replace('_', '-')}", (defaults or {}).get(key)
+        option = f"--{key.replace('_', '-')}"
+        default = (defaults or {}).get(key)
         settings: dict[str, Any] = {}
         if documented.kind is bool:
             settings["action"] = argparse.BooleanOptionalAction
@@ -174,7 +189,12 @@ def add_run_flags(
             settings["metavar"] = documented.metavar or words or {int: "N", float: "X"}.get(documented.kind, "NAME")
             if documented.kind is list:
                 settings["action"] = "append"
-        text = documented.asked_text if is_asked else documented.short_text if is_short else documented.text
+        if is_asked:
+            text = documented.asked_text
+        elif is_short:
+            text = documented.short_text
+        else:
+            text = documented.text
         if default not in (None, "", []) and not (is_short and default is False):
             text += f" Default: {show_default(default)}."
         parser.add_argument(option, help=text.replace("%", "%%"), **settings)
@@ -184,5 +204,8 @@ def show_default(value: object) -> str:
     """Return a default for a reader: on, 0.1, adamw; text that ends with a space in quotes."""
     if isinstance(value, bool):
         return "on" if value else "off"
-    text = f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        text = f"{value:g}"
+    else:
+        text = str(value)
     return text if text == text.strip() else f'"{text}"'

@@ -20,6 +20,19 @@ from llmscale.config.schedule import Schedule
 from llmscale.config.user_paths import TASK_FORMATS
 from llmscale.keys import Breaks, Condition, Outside
 
+#: Classes with resolved values of keys, whose fields have the keys' names, by their places in a Start.
+_RESOLVED: Mapping[str, Any] = {
+    "resolved.shape": GPTShape,
+    "resolved.schedule": Schedule,
+    "resolved.plan": BatchPlan,
+    "resolved.plan.ranks": ParallelLayout,
+}
+#: hf:OWNER/NAME, as the Hub has it, with a revision or a configuration; or hf:FOLDER without a path.
+_HUB_NAME = re.compile(r"hf:[\w-][\w.-]*(/[\w-][\w.-]*)?([@:][\w.-]+)?", re.ASCII)
+_URL = re.compile(r"[A-Za-z][\w+.-]{0,30}://[^\s'\"`,;)<>]+")
+#: Folders of an absolute path, but not parts of a relative one or a closing tag.
+_FOLDERS = re.compile(r"(?<![\w./~-])(?!(?<=<)/\w+>)(~[\w.-]*)?/(?:[^\s/'\"`,;:()=]+/)*(?=[^\s/])")
+
 
 def keys_with(**behaviour: object) -> list[str]:
     """Return the keys that behave so: `keys_with(resume="logged")`."""
@@ -55,15 +68,6 @@ def path_keys() -> list[str]:
     ]
 
 
-#: Classes with resolved values of keys, whose fields have the keys' names, by their places in a Start.
-_RESOLVED: Mapping[str, Any] = {
-    "resolved.shape": GPTShape,
-    "resolved.schedule": Schedule,
-    "resolved.plan": BatchPlan,
-    "resolved.plan.ranks": ParallelLayout,
-}
-
-
 def place_of(key: str) -> str:
     """Return the place of a key's resolved value in a Start (`keys.value_at`)."""
     places = (place for place, kind in _RESOLVED.items() if key in kind.__dataclass_fields__)
@@ -85,7 +89,8 @@ def _read_need(name: str, condition: str | Condition) -> Need:
         words = flag
         is_met = lambda run: getattr(run, first) is None  # noqa: E731
     elif RunConfig.model_fields[first].default is True:
-        words, is_excluded = f"--no-{flag.removeprefix('--')}", True
+        words = f"--no-{flag.removeprefix('--')}"
+        is_excluded = True
         is_met = lambda run: getattr(run, first)  # noqa: E731
     else:
         documented = describe_keys()[first]
@@ -110,12 +115,6 @@ IDENTITY = {
 
 
 # ---------------------------------------------------------------- what leaves the machine
-
-#: hf:OWNER/NAME, as the Hub has it, with a revision or a configuration; or hf:FOLDER without a path.
-_HUB_NAME = re.compile(r"hf:[\w-][\w.-]*(/[\w-][\w.-]*)?([@:][\w.-]+)?", re.ASCII)
-_URL = re.compile(r"[A-Za-z][\w+.-]{0,30}://[^\s'\"`,;)<>]+")
-#: Folders of an absolute path, but not parts of a relative one or a closing tag.
-_FOLDERS = re.compile(r"(?<![\w./~-])(?!(?<=<)/\w+>)(~[\w.-]*)?/(?:[^\s/'\"`,;:()=]+/)*(?=[^\s/])")
 
 
 def last_part(path: object) -> str:
@@ -149,7 +148,9 @@ def publish_texts(value: object) -> object:
         return {key: publish_texts(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [publish_texts(inner) for inner in value]
-    return publish_text(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return publish_text(value)
+    return value
 
 
 def publish_keys(values: Mapping[str, object]) -> dict[str, object]:
@@ -179,7 +180,9 @@ def publish_words(words: Iterable[str]) -> list[str]:
 
 def _outside_of(key: str, value: object) -> Outside:
     if key not in KEYS:
-        return "private" if value is None or isinstance(value, (str, list, Mapping)) else "value"
+        if value is None or isinstance(value, (str, list, Mapping)):
+            return "private"
+        return "value"
     return KEYS[key].outside or "value"
 
 
@@ -189,4 +192,6 @@ def _publish(outside: Outside, value: object) -> object:
     if isinstance(value, list):
         return [_publish(outside, one) for one in value]
     kind, equals, path = str(value).partition("=")
-    return f"{kind}={last_part(path)}" if equals and kind in TASK_FORMATS else last_part(value)
+    if equals and kind in TASK_FORMATS:
+        return f"{kind}={last_part(path)}"
+    return last_part(value)

@@ -68,17 +68,24 @@ class Schedule:
         if self.schedule == "constant":
             return 1.0
         if self.schedule == "wsd":
-            start, length = self.steps - self.decay_steps, self.decay_steps
+            start = self.steps - self.decay_steps
+            length = self.decay_steps
         else:
-            start, length = self.warmup_steps, self.decay_steps - self.warmup_steps
+            start = self.warmup_steps
+            length = self.decay_steps - self.warmup_steps
         done = min(max((step - start) / length, 0.0), 1.0)
-        return 0.5 * (1 + math.cos(math.pi * done)) if self.schedule == "cosine" else 1.0 - done
+        if self.schedule == "cosine":
+            return 0.5 * (1 + math.cos(math.pi * done))
+        return 1.0 - done
 
     def _rate_of_deepspeed(self, step: int) -> float:
         """Return the learning rate that DeepSpeed's scheduler has set after the step before."""
         last = step - 1
         # DeepSpeed refuses a warm-up of 0 steps; here that leaves it out.
-        warmup = max(2, self.warmup_steps) if self.warmup_steps else 0
+        if self.warmup_steps:
+            warmup = max(2, self.warmup_steps)
+        else:
+            warmup = 0
         if last < 0 and self.schedule == "WarmupCosineLR" and warmup:
             return 0.0
         if last < warmup:

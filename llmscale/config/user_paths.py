@@ -21,9 +21,17 @@ _T = TypeVar("_T")
 TASK_FORMATS = ("hellaswag", "multiple_choice", "likelihood", "text")
 YAML_SUFFIXES = (".yaml", ".yml")
 #: Linux's NAME_MAX and PATH_MAX; the latter includes the final zero byte.
-_MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4096
+_MAX_NAME_BYTES = 255
+_MAX_PATH_BYTES = 4096
 #: Kinds of files that cannot be replaced.
 _SPECIAL = {stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
+#: Folder of the copies, on a local disk.
+COPIES_VARIABLE = "LLMSCALE_RUNS"
+_COPIES = "~/.cache/llmscale/runs"
+#: Schemes of the stores that have conditional writes.
+RUN_SCHEMES = ("s3", "gs", "az", "azure")
+#: Longest part of a URL: the copy has files beside the folder with slightly longer names.
+_MAX_PART_BYTES = 200
 
 
 def check_text(text: str) -> str:
@@ -76,11 +84,10 @@ def check_task_file(text: str) -> str:
     name, _, path = text.partition("=")
     legal = ", ".join(f"{known}=FILE.jsonl" for known in TASK_FORMATS)
     if name not in TASK_FORMATS:
-        what = (
-            f"'{name}' is not a format of items.{did_you_mean(name, TASK_FORMATS)}"
-            if "=" in text
-            else "it has no format."
-        )
+        if "=" in text:
+            what = f"'{name}' is not a format of items.{did_you_mean(name, TASK_FORMATS)}"
+        else:
+            what = "it has no format."
         raise ConfigError(f"'{text}' is not a task: {what} Legal: {legal}.")
     try:
         check_path(path)
@@ -96,7 +103,9 @@ def check_task(text: str) -> str:
             raise ConfigError(f"task {text}: there is no such file. Name a task's YAML, or a task by its name.")
         return text
     is_name = re.fullmatch(r"[\w.()-]+", text) and not text.endswith((".jsonl", ".json")) and not os.path.isfile(text)
-    return text if is_name else check_task_file(text)
+    if is_name:
+        return text
+    return check_task_file(text)
 
 
 def check_output_file(flag: str, path: Path, *, overwrite: bool) -> None:
@@ -170,7 +179,10 @@ def parse_prompts(contents: bytes, source: str, *, is_json: bool = False) -> lis
     for number, line in enumerate(contents.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
         if (line := line.removesuffix(b"\r")).strip():
             where = f"{source}, line {number}"
-            text = _json_prompt(line, where) if is_json else line.decode(errors="surrogateescape")
+            if is_json:
+                text = _json_prompt(line, where)
+            else:
+                text = line.decode(errors="surrogateescape")
             prompts.append(check_prompt_text(text, where))
     return prompts
 
@@ -196,13 +208,6 @@ def _json_prompt(line: bytes, where: str) -> str:
 
 
 Kind = Literal["train", "view"]
-#: Folder of the copies, on a local disk.
-COPIES_VARIABLE = "LLMSCALE_RUNS"
-_COPIES = "~/.cache/llmscale/runs"
-#: Schemes of the stores that have conditional writes.
-RUN_SCHEMES = ("s3", "gs", "az", "azure")
-#: Longest part of a URL: the copy has files beside the folder with slightly longer names.
-_MAX_PART_BYTES = 200
 
 
 def copies_folder() -> Path:
@@ -224,9 +229,15 @@ def copy_of(url: str, kind: Kind) -> Path:
 
 def url_of(path: Path) -> str | None:
     """Return the URL of which `path` is the copy; None for any other path."""
-    place, folder = Path(os.path.abspath(path)), copies_folder()
-    parts = place.relative_to(folder).parts if place.is_relative_to(folder) else ()
-    return f"{parts[1]}://{'/'.join(parts[2:])}" if len(parts) >= 4 and parts[1] in RUN_SCHEMES else None
+    place = Path(os.path.abspath(path))
+    folder = copies_folder()
+    if place.is_relative_to(folder):
+        parts = place.relative_to(folder).parts
+    else:
+        parts = ()
+    if len(parts) >= 4 and parts[1] in RUN_SCHEMES:
+        return f"{parts[1]}://{'/'.join(parts[2:])}"
+    return None
 
 
 def is_view(path: Path) -> bool:
@@ -245,12 +256,16 @@ def _has_scheme(value: object) -> bool:
 
 def check_own_run(value: object) -> Path:
     """Return the folder of the run to train: a path, or the copy of a URL. Raises ValueError like check_path."""
-    return copy_of(str(value), "train") if _has_scheme(value) else check_path(value)
+    if _has_scheme(value):
+        return copy_of(str(value), "train")
+    return check_path(value)
 
 
 def check_other_run(value: object) -> Path:
     """Return the folder of a run to read: a path, or the copy of a URL. Raises ValueError like check_path."""
-    return copy_of(str(value), "view") if _has_scheme(value) else check_path(value)
+    if _has_scheme(value):
+        return copy_of(str(value), "view")
+    return check_path(value)
 
 
 def check_other_run_or_name(text: str) -> str:

@@ -172,7 +172,9 @@ def parse_yaml(contents: bytes | str, rules: Rules, where: str) -> dict[str, obj
             raise ValueError(f"{error.problem}{place}") from None
         except yaml.YAMLError as error:
             raise ValueError(error) from None
-    return {} if value is None else _checked(value, rules, where, "keys and values")
+    if value is None:
+        return {}
+    return _checked(value, rules, where, "keys and values")
 
 
 def _count_entries(node: yaml.Node, counted: dict[int, int]) -> int:
@@ -296,7 +298,9 @@ def _is_deep(value: object) -> bool:
 
 def _describe(value: object) -> str:
     kinds = {list: "a list", str: "a text", bool: "true or false", int: "a number", float: "a number"}
-    return "null" if value is None else kinds.get(type(value), f"a {type(value).__name__}")
+    if value is None:
+        return "null"
+    return kinds.get(type(value), f"a {type(value).__name__}")
 
 
 def _without_duplicates(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:

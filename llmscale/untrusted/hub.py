@@ -19,7 +19,8 @@ from llmscale.untrusted.paths import is_plain_name, read_regular
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[A-Za-z0-9][\w.-]*)?", re.ASCII)
 #: Limit of an answer about a model or a file, and of waiting for another process that fetches a model's small files.
-_TIMEOUT_S, _LOCK_TIMEOUT_S = 10.0, 600.0
+_TIMEOUT_S = 10.0
+_LOCK_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,9 @@ def without_prefix(source: str, spec: str, kind: type[LlmscaleError]) -> str:
 def forgotten_prefix(text: str) -> str:
     """Return a hint to add `hf:` to a name such as Qwen/Qwen3-0.6B, else an empty string."""
     looks_like_a_path = re.search(r"\.[a-z]\w*$|^(runs|data)/", text) or os.path.lexists(text.partition("/")[0])
-    return f" Did you mean 'hf:{text}'?" if "/" in text and is_hub_name(text) and not looks_like_a_path else ""
+    if "/" in text and is_hub_name(text) and not looks_like_a_path:
+        return f" Did you mean 'hf:{text}'?"
+    return ""
 
 
 def is_offline() -> bool:
@@ -83,7 +86,9 @@ def find_snapshot(model: str, revision: str, needed: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     path = try_to_load_from_cache(model, needed, revision=revision)
-    return Path(path).parent if isinstance(path, str) else None
+    if isinstance(path, str):
+        return Path(path).parent
+    return None
 
 
 def is_known_absent(name: str, part: str) -> bool:
@@ -123,7 +128,8 @@ def read_hub_files(
     names it in messages. Raises `error` when `needed` is unavailable.
     """
     model, _, revision = name.partition("@")
-    revision, names = revision or "main", (needed, *others)
+    revision = revision or "main"
+    names = (needed, *others)
 
     def read(folder: Path) -> HubFiles:
         contents = {part: read_regular(folder / part, max_bytes) for part in names if (folder / part).is_file()}
@@ -157,7 +163,9 @@ def _find_complete(model: str, revision: str, names: Sequence[str]) -> Path | No
     if folder is None or is_offline():
         return folder
     name = f"{model}@{folder.name}"
-    return folder if all((folder / part).is_file() or is_known_absent(name, part) for part in names) else None
+    if all((folder / part).is_file() or is_known_absent(name, part) for part in names):
+        return folder
+    return None
 
 
 def _fetch(model: str, revision: str, names: Sequence[str], max_bytes: int, cache: Path) -> Path | None:
@@ -229,7 +237,10 @@ def check_data_set(name: str, source: str, error: type[LlmscaleError]) -> None:
             raise error(
                 f"{source}: the Hub has no dataset {name}. Look for its name, with ORGANISATION/, at {page}."
             ) from None
-        local = "" if _status(fault) else " Give files of this machine, or HF_HUB_OFFLINE=1 for the cache."
+        if _status(fault):
+            local = ""
+        else:
+            local = " Give files of this machine, or HF_HUB_OFFLINE=1 for the cache."
         raise error(f"{source} cannot be read: {explain_fault(fault, f'dataset {name}')}.{local}") from None
     if needs_login:
         raise error(f"{source} needs permission. Accept its conditions at {page}, and set HF_TOKEN to your login.")

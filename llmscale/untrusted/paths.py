@@ -19,7 +19,8 @@ from llmscale.untrusted.terminal import is_visible
 
 #: First line of the file that stands for one in Git LFS, and the largest size of such a file
 #: (https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md).
-_POINTER_LINE, _MOST_POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024
+_POINTER_LINE = b"version https://git-lfs.github.com/spec/"
+_MOST_POINTER_BYTES = 1024
 POINTER = "is a Git LFS pointer, not the file itself: run `git lfs pull` in its repository"
 #: Longest file name that file systems allow.
 _MAX_NAME_BYTES = 255

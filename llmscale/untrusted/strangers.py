@@ -55,7 +55,9 @@ def _describe_folder(folder: Path, flag_value: bool, depth: int = 1) -> str:
     if "adapter_config.json" in names:
         return " It is an adapter (peft), not a model: merge it into its model (merge_and_unload) and give that folder."
     if is_transformers:
-        return f" It is a folder of transformers. Did you mean 'hf:{folder}'?" if flag_value else ""
+        if flag_value:
+            return f" It is a folder of transformers. Did you mean 'hf:{folder}'?"
+        return ""
     for name in sorted(name for name in names if name.endswith((*_TORCH_SUFFIXES, ".gguf"))):
         if known := _describe_file(folder / name):
             return f" It holds {name}.{known}"

@@ -78,7 +78,9 @@ class RankState:
 def classify(failed: Sequence[RankState], states: Sequence[RankState]) -> Outcome:
     """Return the failure that explains all others. `failed`: the ranks in the order of their first signs of it."""
     cause = min(failed, key=lambda state: state.weight)
-    rank, host, code = cause.rank, cause.host, cause.code or 0
+    rank = cause.rank
+    host = cause.host
+    code = cause.code or 0
     if code == USER_ERROR_STATUS:
         return Outcome("user error", f"rank {rank} on {host} refused", host, rank)
     if code == HUNG_STATUS:
@@ -94,7 +96,8 @@ def explain_hang(states: Sequence[RankState]) -> Outcome:
     reason = f"no progress after {'the start' if step is None else f'step {step}'}"
     for state in states:
         if state.is_stopped:
-            rank, host = state.rank, state.host
+            rank = state.rank
+            host = state.host
             return Outcome("hung", f"{reason}: rank {rank} on {host} is stopped (state T)", host, rank)
     return Outcome("hung", f"{reason}; the stacks of all ranks show where they wait")
 
@@ -104,7 +107,8 @@ class HostConnection:
 
     def __init__(self, name: str, slots: int, argv: Sequence[str]) -> None:
         """Start the command `argv`. Raises OSError."""
-        self.name, self.slots = name, slots
+        self.name = name
+        self.slots = slots
         # In a separate session: Ctrl-C in the terminal reaches the launcher alone, which tells the hosts what to do.
         self._process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
@@ -131,7 +135,10 @@ class HostConnection:
 
     def send(self, message: object = None) -> None:
         """Send a message, or an empty line as a sign of life; a closed connection drops it."""
-        line = json.dumps(message) if message else ""
+        if message:
+            line = json.dumps(message)
+        else:
+            line = ""
         with contextlib.suppress(OSError, ValueError):
             self._input.write(f"{line}\n".encode())
             self._input.flush()
@@ -283,13 +290,17 @@ class AttemptRun:
                 return Outcome("host lost", f"{host.name}: {host.why_lost()}", host.name)
         ended = [state for state in self._failed if state.code]
         if ended:
-            return classify(ended, states) if now - self._failing_since_s > _SETTLE_S else None
+            if now - self._failing_since_s > _SETTLE_S:
+                return classify(ended, states)
+            return None
         self._failing_since_s = now
         if all(state.code == 0 for state in states):
             stopped = any(state.phase == "stopped" for state in states)
             return Outcome("stopped" if stopped else "finished", "every rank ended with status 0")
         limit_s = self.start_timeout_s if self.last_step is None else self.hang_timeout_s
-        return explain_hang(states) if limit_s and now - self._progress_s > limit_s + _WATCHDOGS_S else None
+        if limit_s and now - self._progress_s > limit_s + _WATCHDOGS_S:
+            return explain_hang(states)
+        return None
 
     def _poll(self) -> None:
         """Wait for messages, and handle those that have come; give the hosts a sign of life."""
@@ -325,7 +336,9 @@ class AttemptRun:
             self._failed.append(state)
 
     def _note_report(self, state: RankState, report: Mapping[str, Any]) -> None:
-        state.pid, state.phase, state.lost_peer = report["pid"], report["phase"], report["lost_peer"]
+        state.pid = report["pid"]
+        state.phase = report["phase"]
+        state.lost_peer = report["lost_peer"]
         if report["step"] is not None and report["phase"] == "training" and state.step is None:
             self.first_step = min(report["step"], self.first_step or report["step"])
             self.training_since_s = self.training_since_s or time.monotonic()

@@ -52,7 +52,8 @@ class Launcher:
     """The connection to the launcher, whose end is that of the ranks and of this process."""
 
     def __init__(self, read_descriptor: int, write_descriptor: int) -> None:
-        self._read, self._write = read_descriptor, write_descriptor
+        self._read = read_descriptor
+        self._write = write_descriptor
         self.limit_s = _HELLO_S
         """Silence after which the launcher counts as gone."""
         self.orders: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
@@ -99,7 +100,8 @@ class RankLog:
     """A log file of limited size. A run must not die of its log."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._size = path, 0
+        self._path = path
+        self._size = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = self._open()
@@ -113,7 +115,8 @@ class RankLog:
             if self._size + len(data) > LOG_BYTES:
                 self._path.replace(self._path.with_name(f"{self._path.name}.1"))
                 os.close(self._descriptor)
-                self._descriptor, self._size = self._open(), 0
+                self._descriptor = self._open()
+                self._size = 0
             self._size += os.write(self._descriptor, data)
 
     def _open(self) -> int:
@@ -151,7 +154,9 @@ def connection_ends() -> tuple[str | None, str | None]:
     if len(words) == 4:
         return words[0], words[2]
     launcher = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
-    return (launcher, source_address(launcher)) if launcher else (None, None)
+    if launcher:
+        return (launcher, source_address(launcher))
+    return (None, None)
 
 
 def _run_ranks(launcher: Launcher, order: Mapping[str, Any]) -> None:

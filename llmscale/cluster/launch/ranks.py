@@ -38,6 +38,24 @@ from llmscale.untrusted.paths import in_home
 _PR_SET_CHILD_SUBREAPER = 36
 #: Time limit for SIGKILL to take effect.
 _KILL_S = 5.0
+#: CPU quota of this container in cgroup v2: microseconds of processor time, or "max", per period.
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+#: Time limit of torch's import and its look at the GPUs.
+_TORCH_S = 300.0
+#: A younger lock that nobody here holds may belong to a build on another host.
+STALE_LOCK_S = 120.0
+_NODES = Path("/sys/devices/system/node")
+_CPUS = Path("/sys/devices/system/cpu")
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
+#: One folder per GPU, named after its PCI address, in the order of nvidia-smi's numbers.
+_NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
+#: Variables by which users bind threads themselves. OMP_PROC_BIND=false leaves ranks unbound, too.
+_BINDING_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "SLURM_CPU_BIND")
+#: Time that the other ranks have to report their errors after one rank has failed.
+_LAST_ERRORS_S = 5.0
+_TICK_S = 0.5
+#: Signals that are answered by whoever runs the ranks. Every thread of it must block them.
+RANK_SIGNALS = frozenset({*STOP_SIGNALS, STACKS_SIGNAL, signal.SIGCHLD})
 
 
 def adopt_orphans() -> None:
@@ -76,9 +94,6 @@ def kill_descendants(pid: int) -> None:
 
 # ---------------------------------------------------------------- resources of this host
 
-#: CPU quota of this container in cgroup v2: microseconds of processor time, or "max", per period.
-_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
-
 
 def visible_gpus(variables: Mapping[str, str]) -> list[str] | None:
     """Return the GPUs in CUDA_VISIBLE_DEVICES, by number or name; None if it is not set."""
@@ -92,10 +107,6 @@ def visible_gpus(variables: Mapping[str, str]) -> list[str] | None:
             break
         names.append(word.strip())
     return names
-
-
-#: Time limit of torch's import and its look at the GPUs.
-_TORCH_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -135,12 +146,16 @@ def count_gpus() -> int:
         return 0
     # AMD's are counted by torch, in another process.
     done = run_command(code_command("import torch; print(torch.cuda.device_count())"), _TORCH_S)
-    return int(done.stdout) if done.stdout.strip().isdecimal() else 0
+    if done.stdout.strip().isdecimal():
+        return int(done.stdout)
+    return 0
 
 
 def _mebibytes(text: str) -> int:
     """Return the bytes of a number of MiB; 0 for `[N/A]`."""
-    return int(text) * 2**20 if text.isdigit() else 0
+    if text.isdigit():
+        return int(text) * 2**20
+    return 0
 
 
 def count_cpus() -> int:
@@ -154,9 +169,6 @@ def count_cpus() -> int:
 
 
 # ---------------------------------------------------------------- locks of builds that were killed
-
-#: A younger lock that nobody here holds may belong to a build on another host.
-STALE_LOCK_S = 120.0
 
 
 def remove_stale_locks(since_s: float = float("inf")) -> list[str]:
@@ -187,14 +199,6 @@ def _is_held(lock: Path) -> bool:
 
 
 # ---------------------------------------------------------------- cores of each rank
-
-_NODES = Path("/sys/devices/system/node")
-_CPUS = Path("/sys/devices/system/cpu")
-_PCI_DEVICES = Path("/sys/bus/pci/devices")
-#: One folder per GPU, named after its PCI address, in the order of nvidia-smi's numbers.
-_NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
-#: Variables by which users bind threads themselves. OMP_PROC_BIND=false leaves ranks unbound, too.
-_BINDING_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "SLURM_CPU_BIND")
 
 
 def binding_variable(variables: Mapping[str, str]) -> str | None:
@@ -237,7 +241,10 @@ def gpu_nodes(gpus: Sequence[str]) -> list[int]:
     def node(gpu: str) -> int:
         with contextlib.suppress(OSError, ValueError, StopIteration):
             is_named = (a for a in addresses if gpu in (_NVIDIA_GPUS / a / "information").read_text())
-            address = addresses[int(gpu)] if gpu.isdigit() and int(gpu) < len(addresses) else next(is_named)
+            if gpu.isdigit() and int(gpu) < len(addresses):
+                address = addresses[int(gpu)]
+            else:
+                address = next(is_named)
             return int((_PCI_DEVICES / address.lower() / "numa_node").read_text())
         return -1
 
@@ -276,12 +283,6 @@ def bind_ranks(variables: Mapping[str, str], num_ranks: int) -> list[list[int]]:
 
 # ---------------------------------------------------------------- all ranks of a run on this machine
 
-#: Time that the other ranks have to report their errors after one rank has failed.
-_LAST_ERRORS_S = 5.0
-_TICK_S = 0.5
-#: Signals that are answered by whoever runs the ranks. Every thread of it must block them.
-RANK_SIGNALS = frozenset({*STOP_SIGNALS, STACKS_SIGNAL, signal.SIGCHLD})
-
 
 def rank_environment(
     variables: Mapping[str, str], ranks: Sequence[int], meeting: Mapping[str, str]
@@ -290,7 +291,8 @@ def rank_environment(
 
     `meeting` has MASTER_ADDR, MASTER_PORT and WORLD_SIZE; on several hosts CROSS_RANK and CROSS_SIZE, too.
     """
-    gpus, count = visible_gpus(variables), len(ranks)
+    gpus = visible_gpus(variables)
+    count = len(ranks)
     shared = {
         **variables,
         "PYTHONPATH": search_path(variables.get("PYTHONPATH")),
@@ -359,7 +361,10 @@ class LocalRanks:
 
     def _start(self, number: int, cpus: Sequence[Sequence[int]]) -> subprocess.Popen[bytes]:
         """Start a rank, which inherits the affinity of this thread."""
-        reports = {} if self.reports is None else {REPORTS_VARIABLE: str(self.reports)}
+        if self.reports is None:
+            reports = {}
+        else:
+            reports = {REPORTS_VARIABLE: str(self.reports)}
         output = self.outputs[number] if self.outputs else None
         own_cpus = os.sched_getaffinity(0)
         os.sched_setaffinity(0, cpus[number] if cpus else own_cpus)
@@ -415,4 +420,6 @@ class LocalRanks:
                 return 128 - rank.returncode
         # One rank reports the user's mistakes for all.
         codes = [rank.returncode for _, rank in failed]
-        return 2 if 2 in codes else next(iter(codes), 0)
+        if 2 in codes:
+            return 2
+        return next(iter(codes), 0)

@@ -34,6 +34,13 @@ from llmscale.untrusted.documents import load_json_lines
 
 # ---------------------------------------------------------------- the record of attempts
 
+#: Wait before a restart. It doubles with each attempt that ends as the one before.
+FIRST_WAIT_S = 1.0
+LONGEST_WAIT_S = 60.0
+LAUNCH_LOCK_NAME = ".launch.lock"
+#: Wait between two attempts to reach enough hosts.
+_REGATHER_S = 5.0
+
 
 @dataclass(frozen=True)
 class Attempt:
@@ -84,17 +91,16 @@ def read_attempts(run: Path) -> list[Attempt]:
 
 # ---------------------------------------------------------------- when to try again
 
-#: Wait before a restart. It doubles with each attempt that ends as the one before.
-FIRST_WAIT_S = 1.0
-LONGEST_WAIT_S = 60.0
-
 
 def decide(attempts: Sequence[Attempt], max_restarts: int, same_step_limit: int) -> float | str:
     """Return the seconds until the next attempt of this launch, whose last one has failed, or why to give up."""
     last = attempts[-1]
     same = sum(1 for _ in takewhile(lambda one: (one.last_step, one.end) == (last.last_step, last.end), attempts[::-1]))
     if same >= same_step_limit:
-        where = "before its first step" if last.last_step is None else f"after step {last.last_step}"
+        if last.last_step is None:
+            where = "before its first step"
+        else:
+            where = f"after step {last.last_step}"
         return f"{same} attempts in a row ended {where} ({last.end}: {last.reason})"
     if len(attempts) > max_restarts:
         return f"{max_restarts} restarts were not enough (--max-restarts)"
@@ -102,10 +108,6 @@ def decide(attempts: Sequence[Attempt], max_restarts: int, same_step_limit: int)
 
 
 # ---------------------------------------------------------------- one launch
-
-LAUNCH_LOCK_NAME = ".launch.lock"
-#: Wait between two attempts to reach enough hosts.
-_REGATHER_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,10 @@ class Supervisor:
         self, options: LaunchOptions, prepared: PreparedRun, stop_signals: list[str], show: Callable[[str], None]
     ) -> None:
         """`prepared` is the run of `options`; `stop_signals` receives the names of signals; `show` prints one line."""
-        self._options, self._prepared, self._stop_signals, self._show = options, prepared, stop_signals, show
+        self._options = options
+        self._prepared = prepared
+        self._stop_signals = stop_signals
+        self._show = show
         self._config = prepared.config
         self._run = self._config.run.absolute()
         # Records that a full disk refuses wait for the next one.
@@ -223,7 +228,8 @@ class Supervisor:
 
     def _wait_for_ranks_of_before(self) -> None:
         """Wait until ranks that have lost their launcher are gone. Raises ConfigError if the run is still in use."""
-        began_s, is_shown = time.monotonic(), False
+        began_s = time.monotonic()
+        is_shown = False
         while (self._run / LOCK_NAME).exists() and not self._stop_signals:
             try:
                 lock_run_folder(self._run).close()
@@ -238,11 +244,15 @@ class Supervisor:
 
     def _one_attempt(self, inputs: Inputs) -> Attempt | None:
         """Run one attempt, and record it; None when asked to stop before ranks were started."""
-        began, began_utc = time.monotonic(), _now()
+        began = time.monotonic()
+        began_utc = _now()
         number = self._num_before + len(self._attempts) + 1
         run = self._gather(inputs)
         hosts = {name: host.slots for name, host in run.hosts.items()}
-        logs = str(self._run / LOGS_NAME / f"attempt-{number:04d}") if hosts else ""
+        if hosts:
+            logs = str(self._run / LOGS_NAME / f"attempt-{number:04d}")
+        else:
+            logs = ""
         attempt = Attempt(number, began_utc, hosts, sum(hosts.values()), "", dict(run.left_out), logs)
         try:
             if self._stop_signals:
@@ -290,7 +300,8 @@ class Supervisor:
 
     def _gather(self, inputs: Inputs) -> AttemptRun:
         """Reach the hosts, and wait until there are enough. Returns no hosts if there never were."""
-        options, config = self._options, self._config
+        options = self._options
+        config = self._config
         # A first attempt that reaches no host at all is rather a mistake in the hostfile.
         waits = self._attempts or options.min_hosts > 1
         deadline = time.monotonic() + (options.wait_for_hosts_s if waits else 0.0)
@@ -302,7 +313,10 @@ class Supervisor:
             reached = {name: host.slots for name, host in run.hosts.items()}
             used = self._choose_hosts(inputs, reached)
             for name in [*reached][len(used) :]:
-                why = "the run cannot be divided over its ranks, too" if used else "it is too little for the run"
+                if used:
+                    why = "the run cannot be divided over its ranks, too"
+                else:
+                    why = "it is too little for the run"
                 run.dismiss(name, why)
             if used or time.monotonic() > deadline or self._stop_signals:
                 return run
@@ -311,7 +325,8 @@ class Supervisor:
 
     def _without_unreliable(self, run: AttemptRun) -> Mapping[str, int]:
         """Return the hosts to ask: not the one whose loss ended the last two attempts, if there are enough others."""
-        hosts, last_two = self._options.hosts, self._lost[-2:]
+        hosts = self._options.hosts
+        last_two = self._lost[-2:]
         lost = last_two[0] if len(last_two) == 2 and last_two[0] == last_two[1] else None
         if lost is None or len(hosts) <= self._options.min_hosts:
             return hosts
@@ -323,7 +338,10 @@ class Supervisor:
         """Return the exit status, or None to try again."""
         self._attempts.append(attempt)
         if attempt.end in ("finished", "stopped"):
-            end = "the run is finished" if attempt.end == "finished" else "asked to stop; the ranks have saved"
+            if attempt.end == "finished":
+                end = "the run is finished"
+            else:
+                end = "asked to stop; the ranks have saved"
             self._show(f"{end}, at {_step_words(attempt)}; run folder: {self._run}")
             return 0
         # If an earlier attempt trained with what train.py now refuses, something else is wrong, such as a full disk.
@@ -347,7 +365,10 @@ class Supervisor:
     def _stopped_between(self) -> int:
         """Report a stop while no ranks run, and return the exit status."""
         saved = list_checkpoints(self._run)
-        where = f"the newest checkpoint is {saved[0].name}" if saved else "nothing was saved yet"
+        if saved:
+            where = f"the newest checkpoint is {saved[0].name}"
+        else:
+            where = "nothing was saved yet"
         self._show(f"stopped by {self._stop_signals[0]} between two attempts; {where}; run folder: {self._run}")
         return 0
 

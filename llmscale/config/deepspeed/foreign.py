@@ -18,63 +18,6 @@ from llmscale.errors import ConfigError
 
 #: Value of an edit that deletes a key.
 DELETED = object()
-
-
-class Change(NamedTuple):
-    """A problem of a file, or the way in which an entry is read, and the edits for it."""
-
-    text: str
-    edits: Mapping[str, object]
-    """Values by dotted path; DELETED removes a key."""
-
-
-def delete(path: str, text: str) -> Change:
-    """Return a change that deletes a key."""
-    return Change(text, {path: DELETED})
-
-
-@dataclass
-class Reading:
-    """A ds_config in llmscale's keys."""
-
-    config: dict[str, object]
-    """The file after all edits but those of `problems`; its keys may still be unknown."""
-    run_keys: dict[str, object] = field(default_factory=dict)
-    """Keys of a run that the file sets."""
-    scheduler_defaults: Mapping[str, object] = field(default_factory=dict)
-    """Keys of a run that the scheduler's block leaves to DeepSpeed's defaults; they come before the optimizer's."""
-    problems: list[Change] = field(default_factory=list)
-    """Entries that llmscale cannot train with."""
-    notices: list[Change] = field(default_factory=list)
-    """Entries that are read in another way than written, or have no effect."""
-    silent: list[Change] = field(default_factory=list)
-    """Entries that mean what llmscale does without them: off, "auto", or another name of a key."""
-
-    def value_at(self, path: str) -> object:
-        """Return the value at a dotted path, or None."""
-        value: object = self.config
-        for name in path.split("."):
-            value = value.get(name) if isinstance(value, Mapping) else None
-        return value
-
-    def change(self, changes: list[Change], text: str, edits: Mapping[str, object]) -> None:
-        """Edit the file, and note why."""
-        apply_edits(self.config, edits)
-        changes.append(Change(text, edits))
-
-    def drop(self, changes: list[Change], path: str, text: str) -> None:
-        """Delete an entry, and note why."""
-        self.change(changes, text, {path: DELETED})
-
-
-class Entry(NamedTuple):
-    """Treatment of an entry that llmscale does not train with."""
-
-    reason: str
-    """Reason why it has no effect; for a refused one the reason and the fix."""
-    is_refused: bool
-
-
 #: Entries that DeepSpeed reads and that have no effect here, by the reason.
 _WITHOUT_EFFECT = {
     "llmscale writes its own checkpoints": """
@@ -146,13 +89,6 @@ _REFUSED = {
     """,
     "llmscale keeps an fp32 master copy of every weight. Delete it.": "data_types.keep_in_fp32_modules",
 }
-#: Entries that DeepSpeed reads and llmscale does not train with, those within a section before the section.
-ENTRIES: Mapping[str, Entry] = {
-    path: Entry(reason, is_refused)
-    for table, is_refused in ((_REFUSED, True), (_WITHOUT_EFFECT, False))
-    for reason, paths in table.items()
-    for path in paths.split()
-}
 #: Values of entries that are llmscale's own behaviour, where that is not "off".
 NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "zero_allow_untested_optimizer": (True,),
@@ -166,17 +102,6 @@ _SWITCHED = """
     curriculum_learning data_efficiency data_efficiency.data_sampling.curriculum_learning
     data_efficiency.data_routing.random_ltd
 """
-#: Entries of public files that DeepSpeed does not read either.
-_READ_BY_NOBODY: Mapping[str, Entry] = {
-    "fp16.opt_level": Entry("it is Apex's", False),
-    "fp16.fp16": Entry("it is GPT-NeoX's; fp16.enabled decides", False),
-    "bf16.bf16": Entry("it is GPT-NeoX's; bf16.enabled decides", False),
-} | {
-    f"bf16.{name}": Entry("bf16 needs no loss scale", False)
-    for name in Fp16.model_fields
-    if "scale" in name or "hysteresis" in name
-}
-
 _ZERO = "zero_optimization"
 #: First keys for offload to host memory, which are switches, with the sections that took their place.
 _CPU_OFFLOAD = {
@@ -197,6 +122,96 @@ _OTHER_NAMES = {
     **_CPU_OFFLOAD,
 }
 _DTYPES = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
+_SWITCH = (True, False)
+#: Weight decay of torch.optim.AdamW, which DeepSpeed builds where a block says `torch_adam`.
+TORCH_WEIGHT_DECAY = 1e-2
+_WARMUP = {"warmup_num_steps": "warmup_steps", "warmup_type": "warmup_type"}
+_FROM_RATE = {**_WARMUP, "warmup_min_lr": "warmup_min_lr", "warmup_max_lr": "lr"}
+_WARMUP_DEFAULTS = {"warmup_num_steps": 1000, "warmup_type": "log"}
+#: Types that "auto" stands for: those of Hugging Face's Trainer.
+_AUTO_TYPES = {"scheduler": "warmuplr", "optimizer": "adamw"}
+#: Flags in place of a block of another type.
+_FLAGS = {
+    "scheduler": "--schedule cosine, linear, constant or wsd, --lr N and --warmup-steps N",
+    "optimizer": "--optimizer adamw, with --lr N where llmscale's own default is not meant, or --optimizer muon",
+}
+
+
+class Change(NamedTuple):
+    """A problem of a file, or the way in which an entry is read, and the edits for it."""
+
+    text: str
+    edits: Mapping[str, object]
+    """Values by dotted path; DELETED removes a key."""
+
+
+def delete(path: str, text: str) -> Change:
+    """Return a change that deletes a key."""
+    return Change(text, {path: DELETED})
+
+
+@dataclass
+class Reading:
+    """A ds_config in llmscale's keys."""
+
+    config: dict[str, object]
+    """The file after all edits but those of `problems`; its keys may still be unknown."""
+    run_keys: dict[str, object] = field(default_factory=dict)
+    """Keys of a run that the file sets."""
+    scheduler_defaults: Mapping[str, object] = field(default_factory=dict)
+    """Keys of a run that the scheduler's block leaves to DeepSpeed's defaults; they come before the optimizer's."""
+    problems: list[Change] = field(default_factory=list)
+    """Entries that llmscale cannot train with."""
+    notices: list[Change] = field(default_factory=list)
+    """Entries that are read in another way than written, or have no effect."""
+    silent: list[Change] = field(default_factory=list)
+    """Entries that mean what llmscale does without them: off, "auto", or another name of a key."""
+
+    def value_at(self, path: str) -> object:
+        """Return the value at a dotted path, or None."""
+        value: object = self.config
+        for name in path.split("."):
+            if isinstance(value, Mapping):
+                value = value.get(name)
+            else:
+                value = None
+        return value
+
+    def change(self, changes: list[Change], text: str, edits: Mapping[str, object]) -> None:
+        """Edit the file, and note why."""
+        apply_edits(self.config, edits)
+        changes.append(Change(text, edits))
+
+    def drop(self, changes: list[Change], path: str, text: str) -> None:
+        """Delete an entry, and note why."""
+        self.change(changes, text, {path: DELETED})
+
+
+class Entry(NamedTuple):
+    """Treatment of an entry that llmscale does not train with."""
+
+    reason: str
+    """Reason why it has no effect; for a refused one the reason and the fix."""
+    is_refused: bool
+
+
+#: Entries that DeepSpeed reads and llmscale does not train with, those within a section before the section.
+ENTRIES: Mapping[str, Entry] = {
+    path: Entry(reason, is_refused)
+    for table, is_refused in ((_REFUSED, True), (_WITHOUT_EFFECT, False))
+    for reason, paths in table.items()
+    for path in paths.split()
+}
+#: Entries of public files that DeepSpeed does not read either.
+_READ_BY_NOBODY: Mapping[str, Entry] = {
+    "fp16.opt_level": Entry("it is Apex's", False),
+    "fp16.fp16": Entry("it is GPT-NeoX's; fp16.enabled decides", False),
+    "bf16.bf16": Entry("it is GPT-NeoX's; bf16.enabled decides", False),
+} | {
+    f"bf16.{name}": Entry("bf16 needs no loss scale", False)
+    for name in Fp16.model_fields
+    if "scale" in name or "hysteresis" in name
+}
 
 
 def read_foreign(config: Mapping[str, object]) -> Reading:
@@ -228,7 +243,8 @@ def read_foreign(config: Mapping[str, object]) -> Reading:
 def apply_edits(config: dict[str, object], edits: Mapping[str, object]) -> None:
     """Write values at dotted paths, in sections that are made where they are missing."""
     for path, value in edits.items():
-        section, key = config, path
+        section = config
+        key = path
         # A key may itself contain dots.
         while key not in section and "." in key:
             name, _, key = key.partition(".")
@@ -277,7 +293,8 @@ def _read_entry(reading: Reading, path: str, entry: Entry) -> None:
 
 def _rename(reading: Reading) -> None:
     """Give entries and types with an old name, or with a second one that DeepSpeed also reads, their usual name."""
-    switch, bucket_size = reading.config.get(_ZERO), reading.config.get("allgather_size")
+    switch = reading.config.get(_ZERO)
+    bucket_size = reading.config.get("allgather_size")
     if isinstance(switch, bool):
         # DeepSpeed's first format: a switch, with the size of its bucket outside.
         edits: dict[str, object] = {_ZERO: {"stage": int(switch)}}
@@ -304,7 +321,8 @@ def _read_stage(reading: Reading) -> None:
     zero = reading.config.get(_ZERO, {"stage": 0})
     if not isinstance(zero, dict):
         return
-    stage, sub_group = f"{_ZERO}.stage", f"{_ZERO}.sub_group_size"
+    stage = f"{_ZERO}.stage"
+    sub_group = f"{_ZERO}.sub_group_size"
     if zero.get("stage") == AUTO:
         text = f'{stage} "auto" is read as 2, Accelerate\'s default.'
         reading.change(reading.notices, text, {stage: 2})
@@ -323,11 +341,15 @@ def _read_stage(reading: Reading) -> None:
 
 def _drop_off_and_auto(reading: Reading, prefix: str, kind: type[Section]) -> None:
     """Drop "auto" where a key's default is meant, and unknown keys of known sections that are off."""
-    section = reading.value_at(prefix.rstrip(".")) if prefix else reading.config
+    if prefix:
+        section = reading.value_at(prefix.rstrip("."))
+    else:
+        section = reading.config
     if not isinstance(section, dict):
         return
     for name, value in list(section.items()):
-        path, inner = f"{prefix}{name}", section_at(kind, name)
+        path = f"{prefix}{name}"
+        inner = section_at(kind, name)
         if value == AUTO and name in kind.model_fields and not fills_auto(kind, name):
             reading.drop(reading.silent, path, f'{path} "auto" is llmscale\'s default')
         elif name not in kind.model_fields and isinstance(value, dict) and "enabled" in value and is_off(value):
@@ -356,7 +378,6 @@ class Block(NamedTuple):
     """Parameters that DeepSpeed has no default for."""
 
 
-_SWITCH = (True, False)
 _ADAM = Block(
     {"optimizer": "adamw"},
     {name: name for name in ("lr", "beta1", "beta2", "eps", "weight_decay")} | {"max_grad_norm": "gradient_clipping"},
@@ -374,11 +395,6 @@ _ADAM = Block(
         "maximize": (False,),
     },
 )
-#: Weight decay of torch.optim.AdamW, which DeepSpeed builds where a block says `torch_adam`.
-TORCH_WEIGHT_DECAY = 1e-2
-_WARMUP = {"warmup_num_steps": "warmup_steps", "warmup_type": "warmup_type"}
-_FROM_RATE = {**_WARMUP, "warmup_min_lr": "warmup_min_lr", "warmup_max_lr": "lr"}
-_WARMUP_DEFAULTS = {"warmup_num_steps": 1000, "warmup_type": "log"}
 #: Blocks of a ds_config, each with its types in lower case. DeepSpeed's scheduler sets the rate of its optimizer.
 BLOCKS: Mapping[str, Mapping[str, Block]] = {
     "scheduler": {
@@ -413,13 +429,6 @@ BLOCKS: Mapping[str, Mapping[str, Block]] = {
     },
     "optimizer": dict.fromkeys(("adamw", "adam", "fusedadam", "deepspeedcpuadam", "cpuadam", "torchadam"), _ADAM),
 }
-#: Types that "auto" stands for: those of Hugging Face's Trainer.
-_AUTO_TYPES = {"scheduler": "warmuplr", "optimizer": "adamw"}
-#: Flags in place of a block of another type.
-_FLAGS = {
-    "scheduler": "--schedule cosine, linear, constant or wsd, --lr N and --warmup-steps N",
-    "optimizer": "--optimizer adamw, with --lr N where llmscale's own default is not meant, or --optimizer muon",
-}
 
 
 def _read_block(reading: Reading, name: str) -> None:
@@ -428,8 +437,14 @@ def _read_block(reading: Reading, name: str) -> None:
     if is_off(block):
         reading.drop(reading.silent, name, f"{name} is llmscale's own")
         return
-    kind = block.get("type") if isinstance(block, dict) else None
-    params = block.get("params", {}) if isinstance(block, dict) else None
+    if isinstance(block, dict):
+        kind = block.get("type")
+    else:
+        kind = None
+    if isinstance(block, dict):
+        params = block.get("params", {})
+    else:
+        params = None
     if not isinstance(kind, str) or not isinstance(params, dict):
         text = (
             f'{name} = {show(block)}: must be an object {{"type": ..., "params": {{...}}}}. Write it so, or delete it.'
@@ -514,7 +529,10 @@ def _read_wandb(reading: Reading) -> None:
     if section.get("project"):
         keys["wandb_project"] = section["project"]
     rest = sorted(section.keys() - {"enabled", "project"})
-    more = f" {', '.join(rest)}: set WANDB_ENTITY and WANDB_RUN_GROUP instead." if rest else ""
+    if rest:
+        more = f" {', '.join(rest)}: set WANDB_ENTITY and WANDB_RUN_GROUP instead."
+    else:
+        more = ""
     _take(reading, "wandb", keys, more)
 
 

@@ -33,6 +33,28 @@ from llmscale.config.deepspeed.schema import (
 from llmscale.errors import ConfigError
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_json
 
+#: Keys of a ds_config for the sequences of a step: global batch, micro-batch, accumulation.
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+DEFAULT_GRADIENT_CLIPPING = 1.0
+#: DeepSpeed's default bucket, in elements. A bucket larger than the model wastes memory: stages 1 and 2 allocate all of
+#: it in every backward pass, and stage 3 keeps it.
+MAX_BUCKET_SIZE = 500_000_000
+#: Interval that switches off DeepSpeed's log line. llmscale prints and times steps itself; DeepSpeed's throughput timer
+#: would synchronise the device twice per step.
+NEVER_PRINT = 10**9
+#: Most times that `fix_ds_config` reads what it has written: an edit may bring up another problem.
+_MOST_ROUNDS = 8
+#: Sections whose `pin_memory` page-locks host memory for copies to a GPU.
+_OFFLOADS = ("offload_optimizer", "offload_param")
+#: Sizes of stage 3 that are written out.
+_STAGE_3_SIZES = (
+    "sub_group_size",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+)
+
 
 @dataclass(frozen=True)
 class DsConfig:
@@ -75,7 +97,10 @@ class DsConfig:
 
     def with_flags(self, precision: Precision | None, gradient_clipping: float | None) -> DsConfig:
         """Return the config with train.py's flags applied. Raises ConfigError if other keys forbid the precision."""
-        ds = self if precision is None else self.with_precision(precision)
+        if precision is None:
+            ds = self
+        else:
+            ds = self.with_precision(precision)
         if gradient_clipping is None:
             return ds
         return replace(ds, keys=ds.keys.model_copy(update={"gradient_clipping": gradient_clipping}))
@@ -89,13 +114,17 @@ class DsConfig:
         """
         steps = _number(self.keys.gradient_accumulation_steps)
         total = total or _number(self.keys.train_batch_size)
-        is_flag, micro = micro is not None, micro or _number(self.keys.train_micro_batch_size_per_gpu)
+        is_flag = micro is not None
+        micro = micro or _number(self.keys.train_micro_batch_size_per_gpu)
         if total is None and steps is not None:
             micro = micro or max(1, default // (steps * groups))
             total = micro * steps * groups
         elif total is None:
             # A flag's micro-batch must divide the default, as it must without a file.
-            total = max(1, default // micro) * micro if micro and not is_flag else default
+            if micro and not is_flag:
+                total = max(1, default // micro) * micro
+            else:
+                total = default
         elif micro is None and steps is not None:
             # The smallest needs the fewest fillers.
             sizes = (size for size in divisors(total) if -(-total // (size * groups)) == steps)
@@ -132,10 +161,6 @@ class DsConfig:
         return replace(self, keys=keys)
 
 
-#: Keys of a ds_config for the sequences of a step: global batch, micro-batch, accumulation.
-BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-
-
 def _number(written: int | str | None) -> int | None:
     return written if isinstance(written, int) else None
 
@@ -166,7 +191,8 @@ def fix_ds_config(config: Mapping[str, object]) -> tuple[dict[str, object], list
 
     Entries that are taken as flags stay. Raises ConfigError if a problem remains.
     """
-    fixed, changes = copy.deepcopy(dict(config)), list[Change]()
+    fixed = copy.deepcopy(dict(config))
+    changes = list[Change]()
     for _ in range(_MOST_ROUNDS):
         reading = read_foreign(fixed)
         todo = [*find_problems(reading), *(change for change in (*reading.notices, *reading.silent) if change.edits)]
@@ -191,30 +217,6 @@ def _raise_for(source: str, problems: list[str], fix: str = "") -> None:
     if problems:
         listed = " ".join(f"({number}) {problem}" for number, problem in enumerate(problems, 1))
         raise ConfigError(f"{source}: {len(problems)} problems. {listed} {fix}".rstrip())
-
-
-DEFAULT_GRADIENT_CLIPPING = 1.0
-
-#: DeepSpeed's default bucket, in elements. A bucket larger than the model wastes memory: stages 1 and 2 allocate all of
-#: it in every backward pass, and stage 3 keeps it.
-MAX_BUCKET_SIZE = 500_000_000
-
-#: Interval that switches off DeepSpeed's log line. llmscale prints and times steps itself; DeepSpeed's throughput timer
-#: would synchronise the device twice per step.
-NEVER_PRINT = 10**9
-
-#: Most times that `fix_ds_config` reads what it has written: an edit may bring up another problem.
-_MOST_ROUNDS = 8
-#: Sections whose `pin_memory` page-locks host memory for copies to a GPU.
-_OFFLOADS = ("offload_optimizer", "offload_param")
-#: Sizes of stage 3 that are written out.
-_STAGE_3_SIZES = (
-    "sub_group_size",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-    "stage3_prefetch_bucket_size",
-    "stage3_param_persistence_threshold",
-)
 
 
 class ModelSize(Protocol):
@@ -261,7 +263,8 @@ def without_pinned_memory(ds_config: Mapping[str, object]) -> dict[str, object]:
 def _check_groups(ds: DsConfig, plan: BatchPlan) -> None:
     """Raise ConfigError for groups that do not divide the ranks, and for keys with which DeepSpeed trains divided
     experts wrongly, or not at all."""
-    group, ranks = ds.zero_hpz_partition_size, plan.ranks
+    group = ds.zero_hpz_partition_size
+    ranks = plan.ranks
     if ranks.world_size % group:
         raise ConfigError(
             f"{ds.source}: zero_optimization.zero_hpz_partition_size {group} does not divide the {ranks.world_size} "
@@ -269,7 +272,8 @@ def _check_groups(ds: DsConfig, plan: BatchPlan) -> None:
         )
     if ranks.expert_parallel_size == 1:
         return
-    zero, stage = ds.keys.zero, ds.zero_stage
+    zero = ds.keys.zero
+    stage = ds.zero_stage
     refused = {
         "stage 0, whose norm and clipping leave out the other ranks' experts. Set stage to 1": stage == 0,
         "zero_hpz_partition_size, whose copies mix ranks with other experts. Delete it": group > 1,
@@ -286,7 +290,8 @@ def _check_groups(ds: DsConfig, plan: BatchPlan) -> None:
 
 def _zero_section(zero: ZeroOptimization, model: ModelSize) -> dict[str, object]:
     """Return the section with the keys that its stage reads. "auto" has the values of Hugging Face's Trainer."""
-    stage, n_embd = zero.stage, model.n_embd
+    stage = zero.stage
+    n_embd = model.n_embd
     bucket = min(MAX_BUCKET_SIZE, model.num_parameters + model.num_parameters % 2)
     section: dict[str, object] = {"stage": stage}
     if stage > 0:
@@ -323,7 +328,10 @@ def _precision_sections(keys: DsFile, gradient_accumulation_steps: int) -> dict[
     if precision == "autocast" and keys.torch_autocast:
         written = keys.torch_autocast.model_dump(mode="json", exclude_none=True)
         sections["torch_autocast"] = {**written, "enabled": True, "dtype": "bfloat16"}
-    types = keys.data_types.model_dump(mode="json", exclude_none=True) if keys.data_types else {}
+    if keys.data_types:
+        types = keys.data_types.model_dump(mode="json", exclude_none=True)
+    else:
+        types = {}
     sections["data_types"] = {"grad_accum_dtype": _default_accumulation(keys, gradient_accumulation_steps), **types}
     # The type of the matrix products. Under autocast gradients already have bf16's rounding errors, so fp32 would only
     # double the traffic. Stages 1 to 3 divide by the number of ranks before they sum, so in fp16 no sum exceeds its
@@ -344,7 +352,9 @@ def _default_accumulation(keys: DsFile, gradient_accumulation_steps: int) -> Dty
     bf16 states get bf16 gradients, so that fp32 serves only sums; at stage 1 that other class would keep fp32 states.
     """
     if keys.has_bf16_states:
-        return "fp32" if gradient_accumulation_steps > 1 and keys.zero.stage >= 2 else "bf16"
+        if gradient_accumulation_steps > 1 and keys.zero.stage >= 2:
+            return "fp32"
+        return "bf16"
     is_on_host = keys.zero.stage == 2 and keys.offload_optimizer_device != "none"
     sums_in_fp32 = gradient_accumulation_steps > 1 or (keys.zero.stage >= 2 and not is_on_host)
     return "fp32" if sums_in_fp32 else keys.model_dtype

@@ -32,8 +32,10 @@ def refusals(keys: DsFile) -> Iterator[Change]:
 
 
 def _offload_refusals(keys: DsFile) -> Iterator[Change]:
-    zero, stage = keys.zero, keys.zero.stage
-    states, parameters = f"{_ZERO}.offload_optimizer", f"{_ZERO}.offload_param"
+    zero = keys.zero
+    stage = keys.zero.stage
+    states = f"{_ZERO}.offload_optimizer"
+    parameters = f"{_ZERO}.offload_param"
     if keys.offload_param_device != "none" and stage < 3:
         why = f"needs stage 3; at stage {stage} DeepSpeed ignores it. Set stage to 3, or delete offload_param."
         yield delete(parameters, f"{parameters} {why}")
@@ -68,7 +70,8 @@ def _precision_refusals(keys: DsFile) -> Iterator[Change]:
     if len(enabled) > 1:
         why = "are both enabled. Keep one precision and delete the other."
         yield Change(f"{' and '.join(enabled)} {why}", {f"{name}.enabled": False for name in enabled[1:]})
-    stage, dtype = keys.zero.stage, keys.model_dtype
+    stage = keys.zero.stage
+    dtype = keys.model_dtype
     if dtype == "fp16" and stage == 0:
         yield Change(
             "fp16 does not train at stage 0: DeepSpeed divides the gradients by a loss scale that it never applied to "
@@ -93,7 +96,9 @@ def _bf16_state_refusals(keys: DsFile) -> Iterator[Change]:
     """Yield what DeepSpeed refuses beside bf16 master weights and moments, or where it keeps fp32 without a word."""
     if keys.precision != "bf16" or keys.bf16 is None:
         return
-    master, states, stage = "bf16_master_weights_and_grads", "bf16_optimizer_states", keys.zero.stage
+    master = "bf16_master_weights_and_grads"
+    states = "bf16_optimizer_states"
+    stage = keys.zero.stage
     if keys.bf16.bf16_master_weights_and_grads != keys.bf16.bf16_optimizer_states:
         yield Change(
             f"bf16.{master} and bf16.{states} need each other: DeepSpeed takes one alone only with its own CPU Adam, "
@@ -123,7 +128,8 @@ def _bf16_state_refusals(keys: DsFile) -> Iterator[Change]:
 
 
 def _gradient_refusals(keys: DsFile) -> Iterator[Change]:
-    stage, zero = keys.zero.stage, keys.zero
+    stage = keys.zero.stage
+    zero = keys.zero
     if keys.communication_data_type == "fp16" and keys.precision != "fp16":
         why = f"overflows with precision {keys.precision}, whose loss is not scaled. Use bf16 or fp32."
         yield delete("communication_data_type", f"communication_data_type fp16 {why}")
@@ -193,7 +199,8 @@ def _explain_all(wrong: list[ErrorDetails], config: dict[str, object]) -> Iterat
 
 def _explain(detail: ErrorDetails, config: dict[str, object]) -> Change:
     """Return one of pydantic's errors as a sentence with the path, the value and the legal values."""
-    dotted, kind = _dotted(detail), detail["type"]
+    dotted = _dotted(detail)
+    kind = detail["type"]
     if kind == "extra_forbidden":
         return _unknown_key(dotted, config)
     if kind == "missing":
@@ -208,7 +215,11 @@ def _explain(detail: ErrorDetails, config: dict[str, object]) -> Change:
 
 def _meant(dotted: str, value: object) -> object:
     """Return the legal value for one that is quoted, or for a section that is a boolean or a stage; None for others."""
-    candidates: list[object] = [{"enabled": value}, {"stage": int(value)}] if isinstance(value, int) else []
+    candidates: list[object]
+    if isinstance(value, int):
+        candidates = [{"enabled": value}, {"stage": int(value)}]
+    else:
+        candidates = []
     with suppress(ValueError):
         candidates += [json.loads(value.lower())] if isinstance(value, str) else []
     for candidate in candidates:
@@ -254,7 +265,8 @@ def _unknown_key(dotted: str, config: dict[str, object]) -> Change:
         targets = [_join(section, name) for name in meant]
     else:
         kind = f"keys of {section}" if section else "top-level keys"
-        hint, targets = f" Delete it. Legal {kind}: {', '.join(legal)}.", []
+        hint = f" Delete it. Legal {kind}: {', '.join(legal)}."
+        targets = []
     edits = {dotted: DELETED}
     for target in targets if len(targets) == 1 and value is not None else ():
         if _takes(target, value) and Reading(config).value_at(target) is None:

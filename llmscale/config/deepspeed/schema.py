@@ -105,7 +105,9 @@ def _read_at(*stages: int) -> NoEffect:
     return NoEffect(lambda file, zero: zero.stage not in stages, f" at stage {{0.stage}} (read {where})")
 
 
-_SHARDED, _FLAT, _STAGE_3 = _read_at(1, 2, 3), _read_at(1, 2), _read_at(3)
+_SHARDED = _read_at(1, 2, 3)
+_FLAT = _read_at(1, 2)
+_STAGE_3 = _read_at(3)
 _NVME = NoEffect(lambda file, offload: offload.device != "nvme", ' with device "{0.device}" (NVMe only)')
 _AIO = NoEffect(
     lambda file, _: file.aio and "nvme" not in (file.offload_optimizer_device, file.offload_param_device),
@@ -405,7 +407,10 @@ class DsFile(Section):
 def section_at(section: type[Section], name: str) -> type[Section] | None:
     """Return the type of an entry that is itself a section; None for any other entry."""
     field = section.model_fields.get(name)
-    options = get_args(field.annotation) if field else ()
+    if field:
+        options = get_args(field.annotation)
+    else:
+        options = ()
     return next((option for option in options if isinstance(option, type) and issubclass(option, Section)), None)
 
 
