@@ -201,7 +201,7 @@ class CheckpointRank:
                     raise SystemExit(damage)
                 taken["verify_s"] = time.perf_counter() - began
                 state = load_run_state(checkpoint)
-                load_engine(engine, checkpoint, state, self._world.control, self._world.disks)
+                load_engine(engine, checkpoint, state.optimizer_scalars, self._world.control, self._world.disks)
                 set_scaler_state(engine, state.loss_scaler)
             elif whose == "dcp":
                 materialise_optimizer_state(engine)
