@@ -119,7 +119,8 @@ def test_a_package_has_few_modules_and_its_page_names_them_all(package: str) -> 
 
 #: The library: any module in any loop. Of config it knows paths and plans that no GPT is part of.
 LIBRARY = words(
-    "checkpoint.checkpoints checkpoint.module_weights checkpoint.save checkpoint.load checkpoint.tensor_files "
+    "checkpoint.checkpoints checkpoint.store checkpoint.disks checkpoint.module_weights checkpoint.save "
+    "checkpoint.load checkpoint.tensor_files "
     "checkpoint.convert checkpoint.deepspeed_write checkpoint.load_deepspeed checkpoint.elastic "
     "data.stream data.batch_sampler data.loader data.order engine.initialize engine.zero_layout engine.zero_shards "
     "engine.process_group engine.loss_scale engine.random_numbers engine.engine_values"

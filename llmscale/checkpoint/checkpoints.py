@@ -13,21 +13,16 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
+from llmscale.checkpoint.disks import find_disks
 from llmscale.checkpoint.engine_state import EngineState, GroupState, read_engine_state
-from llmscale.checkpoint.inventory import (
-    FoundCheckpoints,
-    find_checkpoints,
-    history_after,
-    open_checkpoint,
-    record_history,
-    remove_leftovers,
-)
-from llmscale.checkpoint.load import find_damage_together, find_newest_good, load_engine, load_weights
+from llmscale.checkpoint.inventory import find_checkpoints
+from llmscale.checkpoint.load import load_engine, load_weights
 from llmscale.checkpoint.manifest import Checkpoint, History
 from llmscale.checkpoint.plain_values import to_json
 from llmscale.checkpoint.save import CheckpointSaver, Snapshot, copy_out
+from llmscale.checkpoint.store import CheckpointStore
 from llmscale.checkpoint.tensor_files import DTYPES, Fragment, engine_fragments
-from llmscale.engine.collectives import Disks, gather, on_all_ranks, on_main_rank
+from llmscale.engine.collectives import gather, on_all_ranks, on_main_rank
 from llmscale.engine.engine_values import (
     OF_SCHEDULER,
     check_between_steps,
@@ -100,7 +95,8 @@ class Checkpoints:
         self.folder = Path(folder)
         self._in_background, self._report = in_background, report
         self._group = dist.new_group(backend="gloo")
-        self._disks = Disks((0,) * dist.get_world_size())
+        disks = find_disks(self.folder, self._group)
+        self._store = CheckpointStore(self.folder, self._group, disks, self._say)
         self._lines: list[str] = []
         self._saver = CheckpointSaver(
             self.folder,
@@ -108,7 +104,7 @@ class Checkpoints:
             keep_every=keep_every,
             in_background=in_background,
             report=self._lines.append,
-            disks=self._disks,
+            disks=disks,
         )
         self._has_history = False
         self._pending: int | None = None
@@ -182,21 +178,21 @@ class Checkpoints:
         if settings not in ("checkpoint", "script"):
             raise ConfigError(f'settings = {settings!r}: must be "checkpoint" or "script".')
         self.wait()
-        group, run = self._group, self.folder
+        group, store = self._group, self._store
         on_all_ranks(group, check_between_steps, self.engine)
-        for line in on_main_rank(group, remove_leftovers, run):
-            self._say(line)
-        listing = on_main_rank(group, find_checkpoints, run)
-        source = self._find(listing, step)
+        store.remove_leftovers()
+        store.share()
+        listing = store.list()
+        source = store.newest_whole(listing) if step is None else store.open(step)
         if source is None:
             return None
         state = on_main_rank(group, read_engine_state, source)
         on_all_ranks(group, self._check_fits, state, source, with_scheduler=with_scheduler and not weights_only)
         if weights_only:
-            load_weights(self.engine, source.path, group, self._disks)
+            load_weights(self.engine, source.path, group, store.disks)
             return Loaded(state.step, state.extra, source.path, ("weights only",))
         changes = self._continue(state, source, settings, with_scheduler=with_scheduler)
-        self._saver.history = on_main_rank(group, _enter_history, listing, source, run)
+        self._saver.history = store.enter_history(source, listing)
         self._has_history = True
         self._newest = state.step
         return Loaded(state.step, state.extra, source.path, tuple(changes))
@@ -215,7 +211,7 @@ class Checkpoints:
             source.path,
             scalars,
             group,
-            self._disks,
+            self._store.disks,
             with_frozen=state.has_frozen,
             steps_taken=max(0, state.global_steps - state.skipped_steps),
         )
@@ -227,15 +223,6 @@ class Checkpoints:
         if with_scheduler and state.scheduler is not None:
             engine.lr_scheduler.load_state_dict(state.scheduler)
         return changes
-
-    def _find(self, listing: FoundCheckpoints, step: int | None) -> Checkpoint | None:
-        """Return the checkpoint to load, verified. Collective."""
-        if step is None:
-            return find_newest_good(listing, self.folder, self._group, self._disks, self._say)
-        source = on_main_rank(self._group, open_checkpoint, self.folder, step=step)
-        if damage := find_damage_together(source, self._group, self._disks):
-            raise CheckpointError(damage)
-        return source
 
     def _check_fits(self, state: EngineState, source: Checkpoint, *, with_scheduler: bool) -> None:
         """Raise CheckpointError unless the engine has the checkpoint's shapes, and a scheduler if it has one."""
@@ -311,13 +298,6 @@ def _hash(tensor: Tensor) -> str:
 def _find_newest(run: Path) -> tuple[History, int | None]:
     listing = find_checkpoints(run)
     return listing.history, listing.current[0].step if listing.current else None
-
-
-def _enter_history(listing: FoundCheckpoints, source: Checkpoint, run: Path) -> History:
-    history = history_after(listing, source.path, run)
-    if history != listing.history:
-        record_history(run, history, source.path)
-    return history
 
 
 def own_fragments(engine: DeepSpeedEngine, *, with_frozen: bool = True) -> dict[str, Fragment]:

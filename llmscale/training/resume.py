@@ -32,26 +32,11 @@ from llmscale.checkpoint.initial_weights import (
     fingerprint_weights,
     load_published_weights,
 )
-from llmscale.checkpoint.inventory import (
-    FoundCheckpoints,
-    find_checkpoints,
-    history_after,
-    is_of_run,
-    point_best,
-    point_latest,
-    record_history,
-    remove_leftovers,
-)
-from llmscale.checkpoint.load import (
-    find_damage_together,
-    find_newest_good,
-    load_engine,
-    load_weights,
-    share_descriptions,
-)
+from llmscale.checkpoint.load import load_engine, load_weights
 from llmscale.checkpoint.manifest import MANIFEST_NAME, Checkpoint, History
 from llmscale.checkpoint.peft_files import load_adapters
 from llmscale.checkpoint.run_state import SavedRun, read_saved_run
+from llmscale.checkpoint.store import CheckpointStore
 from llmscale.config.hf_model import is_published
 from llmscale.config.run_keys import flatten, keys_with
 from llmscale.engine.collectives import Disks, gather, on_all_ranks, on_each_disk, on_main_rank
@@ -77,16 +62,12 @@ def confirm_start(start: Start, world: World, report: Callable[[str], None], at:
     """
     config, control = start.config, world.control
     is_auto = at is None and config.init_from is None and config.resume == "auto"
+    store = CheckpointStore(config.run, control, world.disks, report)
     if is_auto:
-        share_descriptions(config.run, control, world.disks)
-    # Rank 0 reads the folder for all: another rank might read it later and choose another checkpoint.
-    listing = on_main_rank(control, lambda: find_checkpoints(config.run))
+        store.share()
+    listing = store.list()
     start = replace(start, listing=listing)
-    chosen = (
-        find_newest_good(listing, config.run, control, world.disks, report)
-        if is_auto
-        else _find_named(start, at, world, report)
-    )
+    chosen = store.newest_whole(listing) if is_auto else _find_named(start, at, store, report)
     resumes = at is not None or start.resumes
 
     def read() -> SavedRun | None:
@@ -112,34 +93,30 @@ def confirm_start(start: Start, world: World, report: Callable[[str], None], at:
     if (weights := start.weights) is not None and at is None:
         compare_ranks({"weights": on_all_ranks(control, lambda: fingerprint_weights(weights))}, control)
     if start.base is not None and at is None:
-        start = replace(start, base=_confirm_base(start, start.base, world))
-
-    def clean() -> None:
-        for line in remove_leftovers(config.run):
-            report(line)
-
-    on_each_disk(control, world.disks, clean)
+        start = replace(start, base=_confirm_base(start, start.base, store))
+    store.remove_leftovers()
     return start
 
 
-def _confirm_base(start: Start, base: FrozenBase, world: World) -> FrozenBase:
+def _confirm_base(start: Start, base: FrozenBase, store: CheckpointStore) -> FrozenBase:
     """Return the weights beside adapters with their checksum, which is the checkpoint's. Collective.
 
     Raises CheckpointError if they are damaged, or others.
     """
-    control = world.control
     if start.source is not None and not start.resumes:
         base = base_of_checkpoint(start.source)  # a run that trains may have a newer one by now
-    elif base.source and (damage := find_damage_together(base.source, control, world.disks)):
+    elif base.source and (damage := store.find_damage(base.source)):
         raise CheckpointError(damage)
     files = start.weights.files if start.weights else ()
-    base = replace(base, checksum=on_each_disk(control, world.disks, lambda: checksum_of(base, files)))
+    base = replace(base, checksum=on_each_disk(store.group, store.disks, checksum_of, base, files))
     if start.source is not None and start.state is not None:
         check_base(base, start.source)
     return base
 
 
-def _find_named(start: Start, at: Path | None, world: World, report: Callable[[str], None]) -> Checkpoint | None:
+def _find_named(
+    start: Start, at: Path | None, store: CheckpointStore, report: Callable[[str], None]
+) -> Checkpoint | None:
     """Return the checkpoint that the user named, or `at`, verified; None without one. Collective."""
     config = start.config
     flag, path = ("--init-from", config.init_from) if at is None and config.init_from else ("--resume", config.resume)
@@ -152,69 +129,19 @@ def _find_named(start: Start, at: Path | None, world: World, report: Callable[[s
         return os.path.relpath(checkpoint.path, path), checkpoint
 
     # Rank 0's answer counts: another rank might see a newer checkpoint of a run that trains.
-    inside, checkpoint = on_main_rank(world.control, look)
+    inside, checkpoint = on_main_rank(store.group, look)
     checkpoint = replace(checkpoint, path=Path(os.path.normpath(Path(path) / inside)))
-    if damage := find_damage_together(checkpoint, world.control, world.disks):
+    if damage := store.find_damage(checkpoint):
         raise CheckpointError(f"{flag} {path}: {damage} Name another checkpoint.")
     return checkpoint
 
 
 def enter_history(start: Start, world: World, report: Callable[[str], None]) -> History:
-    """Return the history of this start's checkpoints; a run that goes back permanently begins a new one here.
-
-    Call it when only the first step can still fail. Collective. Raises CheckpointError if the record of a new history
-    cannot be written.
-    """
-
-    def enter() -> History:
-        try:
-            # Another disk has its own list; nobody else has written to this one since it was listed.
-            listing = start.listing if start.listing and world.disks.is_one else find_checkpoints(start.config.run)
-            return _enter(start, listing, report)
-        except (CheckpointError, OSError) as error:
-            raise CheckpointError(f"the run cannot go back: {error}") from error
-
-    return on_each_disk(world.control, world.disks, enter)
-
-
-def _enter(start: Start, listing: FoundCheckpoints, report: Callable[[str], None]) -> History:
-    run, source, state = start.config.run, start.source, start.state
-    if source is None or state is None:
-        return listing.history
-    history = history_after(listing, source.path, run)
-    if history != listing.history or not is_of_run(source.path, run) or listing.notes:
-        _begin_history(run, history, listing, source, report)
-    try:
-        point_best(run, listing.under(history).current)
-    except (CheckpointError, OSError) as error:
-        report(f"WARNING: `best` may not name the best checkpoint: {error}")
-    return history
-
-
-def _begin_history(
-    run: Path, history: History, listing: FoundCheckpoints, source: Checkpoint, report: Callable[[str], None]
-) -> None:
-    record_history(run, history, source.path)
-    current = {checkpoint.path for checkpoint in listing.under(history).current}
-    abandoned = [checkpoint for checkpoint in listing.current if checkpoint.path not in current]
-    if abandoned:
-        report(_describe_abandoned(abandoned, history, source, run))
-    try:
-        point_latest(run, source.path)
-    except OSError as error:
-        report(f"WARNING: `latest` still points to an abandoned checkpoint: {error}")
-
-
-def _describe_abandoned(abandoned: list[Checkpoint], history: History, source: Checkpoint, run: Path) -> str:
-    """Describe in one line the checkpoints that going back abandons; the newest comes first in the list."""
-    gib = sum(checkpoint.manifest.num_bytes for checkpoint in abandoned) / 2**30
-    first, last = abandoned[-1].path.name, abandoned[0].path.name
-    names = f"{first} to {last}" if len(abandoned) > 1 else last
-    return (
-        f"history {history.number} of this run begins at step {source.step}. Abandoned: {names} "
-        f"({len(abandoned)}, {gib:.2f} GiB), neither resumed nor deleted unless you ask for it: --resume PATH, "
-        f"llmscale checkpoint prune {run}"
-    )
+    """Return the history of this start's checkpoints; see CheckpointStore.enter_history. Collective."""
+    run = start.config.run
+    store = CheckpointStore(run, world.control, world.disks, report)
+    source = None if start.state is None else start.source
+    return store.enter_history(source, start.listing, hint=f": --resume PATH, llmscale checkpoint prune {run}")
 
 
 def load_initial_state(
