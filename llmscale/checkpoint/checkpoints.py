@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -226,7 +226,9 @@ class Checkpoints:
 
     def _check_fits(self, state: EngineState, source: Checkpoint, *, with_scheduler: bool) -> None:
         """Raise CheckpointError unless the engine has the checkpoint's shapes, and a scheduler if it has one."""
-        check_shapes(state.shapes, tensor_shapes(self.engine), source.path)
+        own = tensor_shapes(self.engine)
+        _check_names(state.shapes.keys(), own.keys(), source.path)
+        check_shapes(state.shapes, own, source.path)
         has_scheduler = scheduler_state(self.engine) is not None
         if with_scheduler and has_scheduler != (state.scheduler is not None):
             here, there = ("with", "without") if has_scheduler else ("without", "with")
@@ -319,6 +321,19 @@ def _plain(settings: Mapping[str, object]) -> dict[str, object]:
             continue
         plain[key] = value
     return plain
+
+
+def _check_names(stored: Set[str], own: Set[str], folder: Path) -> None:
+    """Raise CheckpointError unless a checkpoint and the model have parameters and buffers of the same names."""
+    if surplus := sorted(stored - own):
+        raise CheckpointError(
+            f"{folder} holds '{surplus[0]}', for which this model has no place: {len(surplus)} of its tensors belong to "
+            "another one."
+        )
+    if missing := sorted(own - stored):
+        raise CheckpointError(
+            f"{folder} has no '{missing[0]}', and lacks {len(missing)} of this model's tensors in all."
+        )
 
 
 def check_shapes(stored: Mapping[str, Sequence[int]], own: Mapping[str, Sequence[int]], folder: Path) -> None:

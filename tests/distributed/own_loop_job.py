@@ -157,7 +157,7 @@ def first_step(precision: str) -> dict[str, object]:
     masters = {key: view.local for key, view in state_views(engine).items() if key.startswith("master/")}
     torch.manual_seed(0)
     first = {f"master/{name}": param for name, param in Net().named_parameters()}
-    off = max(float((first[key].detach().flatten() - value).abs().max()) for key, value in masters.items())
+    off = max(float((first[key].detach().bfloat16().flatten() - value).abs().max()) for key, value in masters.items())
     return {"off": off, "scalars": group_scalars(engine)}
 
 
@@ -202,6 +202,22 @@ def buffers(folder: str) -> dict[str, object]:
     dist.broadcast(own, 0)
     stored = api.read_weights(folder)["norm.running_mean"]
     return {"lines": lines, "is_of_rank_0": bool(torch.equal(own, stored))}
+
+
+def disks(folder: str) -> dict[str, object]:
+    """Nodes without a shared disk: every rank has a folder of its own."""
+    own = Path(folder) / f"node-{dist.get_rank()}"
+    engine = build(2)
+    checkpoints = api.Checkpoints(engine, own)
+    train(engine, 0, 2)
+    checkpoints.save(2)
+    after = train(engine, 2, 4)
+    files = sorted(path.name for path in (own / "checkpoints" / "step-00000002").glob("*.distcp"))
+    other = build(3, seed=1)
+    loaded = api.Checkpoints(other, own).load()
+    assert loaded is not None
+    again = train(other, 2, 4)
+    return {"files": files, "off": max(abs(a - b) for a, b in zip(after, again, strict=True))}
 
 
 def refused() -> dict[str, object]:
