@@ -327,8 +327,8 @@ def _check_names(stored: Set[str], own: Set[str], folder: Path) -> None:
     """Raise CheckpointError unless a checkpoint and the model have parameters and buffers of the same names."""
     if surplus := sorted(stored - own):
         raise CheckpointError(
-            f"{folder} holds '{surplus[0]}', for which this model has no place: {len(surplus)} of its tensors belong to "
-            "another one."
+            f"{folder} holds '{surplus[0]}', for which this model has no place: {len(surplus)} of its tensors belong "
+            "to another one."
         )
     if missing := sorted(own - stored):
         raise CheckpointError(
