@@ -51,11 +51,11 @@ class CheckpointStore:
         """Give every disk the descriptions of all checkpoints, before they are listed. Collective."""
         share_descriptions(self.run, self.group, self.disks)
 
-    def newest_whole(self, listing: FoundCheckpoints) -> Checkpoint | None:
+    def newest_whole(self, listing: FoundCheckpoints, *, hint: str = "") -> Checkpoint | None:
         """Return the newest undamaged checkpoint of the current history; None when the run has no checkpoints.
 
         Collective: the ranks share the hashing. Every skipped entry is reported. Raises CheckpointError when no
-        checkpoint is undamaged: only the user may decide to start from scratch.
+        checkpoint is undamaged: only the user may decide to start from scratch. `hint` says how.
         """
         report_passed_over(listing, self._report)
         for folder, damage in listing.damaged:
@@ -66,12 +66,12 @@ class CheckpointStore:
                 return checkpoint
             self._report(f"WARNING: {checkpoint.path.name} is damaged and passed over: {problem}")
         if listing.current or listing.abandoned or listing.damaged or listing.origin:
-            raise CheckpointError(explain_no_checkpoint(listing, self.run))
+            raise CheckpointError(explain_no_checkpoint(listing, self.run) + hint)
         nearly = [path for path, _ in listing.passed_over if (path / MANIFEST_NAME).is_file()]
         if nearly:
             raise CheckpointError(
                 f"{checkpoints_folder(self.run)} has nothing to continue from but {nearly[0].name}, which is passed "
-                f"over (see above). Take it with --resume {nearly[0]}, or begin at step 0 with --resume none."
+                f"over (see above). Take it by naming its folder, or begin in another one.{hint}"
             )
         return None
 
