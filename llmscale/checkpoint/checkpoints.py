@@ -119,7 +119,7 @@ class Checkpoints:
         dist.destroy_process_group(self._group)
 
     def save(self, step: int, extra: Mapping[str, Any] | None = None, *, with_frozen: bool = True) -> None:
-        """Save everything that continuing needs after `step` optimizer steps, and the plain values of `extra`.
+        """Save everything that continuing needs after `step` optimizer steps, and rank 0's plain values of `extra`.
 
         Without `with_frozen`, parameters that the optimizer does not change are left out, and `load` leaves them as the
         script made them. A step that this object has just saved or loaded is not saved again. Collective; call it
@@ -134,7 +134,7 @@ class Checkpoints:
         self._enter_newest_history(step)
         engine, group = self.engine, self._group
         state = on_all_ranks(group, self._take_state, step, extra or {}, has_frozen=with_frozen)
-        values = on_all_ranks(group, state.as_dict)
+        values = on_main_rank(group, state.as_dict)
         fragments = copy_out(on_all_ranks(group, own_fragments, engine, with_frozen=with_frozen))
         self._warn_of_differing_buffers(fragments)
         if dist.get_rank(group):  # the buffers are rank 0's, as in a state dict that rank 0 writes
@@ -189,7 +189,7 @@ class Checkpoints:
         state = on_main_rank(group, read_engine_state, source)
         on_all_ranks(group, self._check_fits, state, source, with_scheduler=with_scheduler and not weights_only)
         if weights_only:
-            load_weights(self.engine, source.path, group, store.disks)
+            load_weights(self.engine, source.path, group, store.disks, keeps=_is_left_out(state))
             return Loaded(state.step, state.extra, source.path, ("weights only",))
         changes = self._continue(state, source, settings, with_scheduler=with_scheduler)
         self._saver.history = store.enter_history(source, listing)
@@ -291,6 +291,11 @@ class Checkpoints:
             self._report(line)
         elif line.startswith("WARNING: "):
             warnings.warn(line.removeprefix("WARNING: "), stacklevel=4)
+
+
+def _is_left_out(state: EngineState) -> Callable[[str], bool]:
+    """Return a function that tells whether a checkpoint was saved without a '<state>/<name>'."""
+    return lambda key: not state.has_frozen and key.startswith("frozen/")
 
 
 def _hash(tensor: Tensor) -> str:
