@@ -158,7 +158,7 @@ def test_a_run_of_which_only_abandoned_checkpoints_are_left_does_not_begin_anew(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     record_history(tmp_path / "run", History(2), tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match=r"elsewhere has no checkpoints. 1 abandoned ones can be named"):
+    with pytest.raises(CheckpointError, match=r"elsewhere has no checkpoints. 1 abandoned ones can be taken"):
         newest_good(tmp_path / "run")
 
 

@@ -58,9 +58,8 @@ def check_continued(
 
 
 def test_an_engine_continues_at_another_stage_on_other_ranks(tmp_path: Path) -> None:
-    written = write([{"stage": 2}, {"stage": 0, "precision": "bf16"}], 2, tmp_path)
-    engines = [{"stage": 3}, {"stage": 3, "precision": "bf16"}, {"stage": 0}, {"stage": 1, "precision": "bf16"}]
-    check_continued(written, engines, 3, is_sample=True)
+    written = write([{"stage": 2}, {"stage": 3, "precision": "bf16"}], 2, tmp_path)
+    check_continued(written, [{"stage": 3}, {"stage": 0, "precision": "bf16"}], 1, is_sample=True)
 
 
 @pytest.mark.slow
