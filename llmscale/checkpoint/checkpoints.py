@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from llmscale.checkpoint.plain_values import to_json
 from llmscale.checkpoint.save import CheckpointSaver, Snapshot, copy_out
 from llmscale.checkpoint.store import CheckpointStore
 from llmscale.checkpoint.tensor_files import DTYPES, Fragment, engine_fragments
-from llmscale.engine.collectives import gather, on_all_ranks, on_main_rank
+from llmscale.engine.collectives import gather, on_all_ranks, on_each_disk, on_main_rank
 from llmscale.engine.engine_values import (
     OF_SCHEDULER,
     check_between_steps,
@@ -40,6 +40,7 @@ from llmscale.engine.loss_scale import get_scaler_state, set_scaler_state
 from llmscale.engine.zero_layout import check_deepspeed_version, inner_optimizer, name_groups
 from llmscale.engine.zero_shards import group_scalars
 from llmscale.errors import CheckpointError, ConfigError, LlmscaleError
+from llmscale.files.folder_lock import lock_folder
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -84,18 +85,22 @@ class Checkpoints:
         multiples of `keep_every`. `in_background` writes while training continues. `report` gets a line per outcome on
         rank 0; without it warnings are Python's.
 
-        Collective. Raises ConfigError for an engine whose state cannot be saved.
+        Collective. Raises ConfigError for an engine whose state cannot be saved, and for a folder that another job has.
         """
         check_deepspeed_version()
         check_engine(engine)
         for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
             if value < 0:
                 raise ConfigError(f"{name} = {value}: it must be 0 or more.")
+        if "://" in str(folder):
+            raise ConfigError(f"folder = {str(folder)[:200]!r}: a loop's checkpoints need a folder, not a store.")
         self.engine = engine
         self.folder = Path(folder)
         self._in_background, self._report = in_background, report
         self._group = dist.new_group(backend="gloo")
         disks = find_disks(self.folder, self._group)
+        self._lock: TextIO | None = None
+        on_each_disk(self._group, disks, self._claim)
         self._store = CheckpointStore(self.folder, self._group, disks, self._say)
         self._lines: list[str] = []
         self._saver = CheckpointSaver(
@@ -112,11 +117,17 @@ class Checkpoints:
         self._has_warned_of_buffers = False
         name_groups(engine)
 
+    def _claim(self) -> None:
+        """Lock the folder for this job. Raises ConfigError if another one has it."""
+        self._lock = lock_folder(self.folder)
+
     def close(self) -> None:
-        """Wait until nothing is being written, and give the process groups back. Collective."""
+        """Wait until nothing is being written, and give the folder and the process groups back. Collective."""
         self.wait()
         self._saver.close()
         dist.destroy_process_group(self._group)
+        if self._lock is not None:
+            self._lock.close()
 
     def save(self, step: int, extra: Mapping[str, Any] | None = None, *, with_frozen: bool = True) -> None:
         """Save everything that continuing needs after `step` optimizer steps, and rank 0's plain values of `extra`.

@@ -5,6 +5,8 @@ A cell is {"do": a function here without its first letter, ...}: its other value
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -220,8 +222,26 @@ def disks(folder: str) -> dict[str, object]:
     return {"files": files, "off": max(abs(a - b) for a, b in zip(after, again, strict=True))}
 
 
-def refused() -> dict[str, object]:
-    return {"fp16": outcome(lambda: build(0, "fp16"))}
+#: Holds the lock of a folder until its input ends.
+HOLD = "import fcntl, sys; file = open(sys.argv[1], 'a'); fcntl.lockf(file, 2); print('held', flush=True); input()"
+
+
+def refused(folder: str) -> dict[str, object]:
+    """An engine, a place and a folder that cannot be used."""
+    engine = build(2)
+    run = Path(folder) / "held"
+    run.mkdir()
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(run / ".lock")], stdin=pipe, stdout=pipe) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        held = outcome(lambda: api.Checkpoints(engine, run))
+        holder.communicate(b"\n")
+    return {
+        "fp16": outcome(lambda: build(0, "fp16")),
+        "store": outcome(lambda: api.Checkpoints(engine, "s3://bucket/run")),
+        "held": held,
+    }
 
 
 def answer(cell: dict[str, Any], world: World) -> dict[str, object]:

@@ -119,14 +119,20 @@ def test_weights_are_read_without_an_engine_and_bit_equal(tmp_path: Path, stage:
 
 
 def test_stage_0_in_16_bit_begins_with_the_first_weights(tmp_path: Path) -> None:
-    outcomes, fp16, fused = run_cells(
+    outcomes, refused, fused = run_cells(
         JOB,
-        [{"do": "first_step", "precision": "bf16"}, {"do": "refused"}, {"do": "fused", "folder": str(tmp_path)}],
+        [
+            {"do": "first_step", "precision": "bf16"},
+            {"do": "refused", "folder": str(tmp_path)},
+            {"do": "fused", "folder": str(tmp_path)},
+        ],
         1,
     )
     assert outcomes["scalars"] == {}, "DeepSpeed takes a step of the optimizer while it builds the engine"
     assert outcomes["off"] == 0.0
-    assert fp16["fp16"].startswith("ConfigError: fp16 at ZeRO stage 0")
+    assert refused["fp16"].startswith("ConfigError: fp16 at ZeRO stage 0")
+    assert "a loop's checkpoints need a folder" in refused["store"]
+    assert "is in use by another process" in refused["held"]
     assert fused["after"] == fused["again"]
     assert max(abs(a - b) for a, b in zip(fused["after"], fused["divided"], strict=True)) < ROUNDED
 
