@@ -80,8 +80,8 @@ def test_skipped_steps_are_left_out_for_good(tiny_set: Path) -> None:
         return [int(sample) for batch in stream.at(step) for sample in batch.sample_ids]
 
     plain, skipping = open_without(), open_without((2, 4), (3, 4))
-    kept = [0, 1, 4, 6, 7, 8]
-    assert [ids(skipping, step) for step in range(6)] == [ids(plain, step) for step in kept]
+    remaining = [0, 1, 4, 6, 7, 8]
+    assert [ids(skipping, step) for step in range(6)] == [ids(plain, step) for step in remaining]
     state = plain.state_at(2)
     skipping.load_state_dict(state)
     assert skipping.step == 2
