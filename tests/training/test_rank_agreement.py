@@ -20,8 +20,7 @@ import pytest
 from llmscale.data.shards.manifest import load_manifest
 from llmscale.data.shards.verify_shards import hash_file
 from llmscale.errors import ConfigError, DataError, LlmscaleError
-from llmscale.training.rank_agreement import describe_differences, describe_ranks, find_differences
-from llmscale.training.resume import Section
+from llmscale.training.rank_agreement import Section, describe_differences, describe_ranks, find_differences
 from tests.conftest import REPOSITORY, run_ranks
 
 #: What rank 1 is given beside rank 0's flags, and what the error then says.
