@@ -103,7 +103,7 @@ def convert(folder: Path) -> None:
     tag = (folder / "deepspeed" / "latest").read_text().strip()
     command = ["deepspeed.checkpoint.ds_to_universal", "--input_folder", str(folder / "deepspeed" / tag)]
     done = subprocess.run(
-        [sys.executable, "-m", *command, "--output_folder", str(folder / "universal" / tag)],
+        [sys.executable, "-m", *command, "--output_folder", str(folder / "universal" / tag), "--inject_missing_state"],
         env=python_environment(),
         capture_output=True,
         text=True,
