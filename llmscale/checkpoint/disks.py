@@ -69,7 +69,7 @@ def _write_mark(run: Path) -> str | None:
     mark = run / f".seen-{secrets.token_hex(8)}"
     try:
         run.mkdir(parents=True, exist_ok=True)
-        mark.touch()
+        write_durably(mark, "")
     except OSError as error:
         raise CheckpointError(f"{run} cannot be written: {error.strerror or error}.") from None
     return mark.name
