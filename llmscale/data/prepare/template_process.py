@@ -198,6 +198,8 @@ def _split(rendering: str) -> tuple[str, dict[int, tuple[int, int]]]:
 
 def _generations(rendering: str) -> tuple[str, Turns]:
     """Return a rendering without the marks of generations, and their places."""
+    if _GENERATION[0] not in rendering:
+        return rendering, []
     parts = re.split(f"[{''.join(_GENERATION)}]", rendering)
     borders = [0]
     for part in parts:
