@@ -59,6 +59,14 @@ checkpoint/load.py: tests/checkpoint/test_load.py tests/distributed/test_zero_st
   surplus tensors pass: surplus = sorted(set(stored) - set(wanted)) => surplus = []
   optimizers' scalars are forgotten: set_group_scalars(engine, state.optimizer_scalars) => pass
   damage passes: next((finding for finding in findings if finding), None) or => None or
+memory/layers.py: tests/memory/test_cells.py
+  frozen weights keep their input: is_trained = name not in p.frozen => is_trained = True
+memory/zero_stages.py: tests/memory/test_cells.py
+  earlier micro-steps leave nothing: states.step = largest_addition([states.step, states.before]) => pass
+memory/zero_stage1.py: tests/memory/test_cells.py
+  a rank's large gradients stay: if piece.owned and piece.elements > sharding.bucket_elements => if False
+memory/states.py: tests/memory/test_cells.py
+  frozen parameters have no lasting copies: lasting &= {tensor.index for tensor in tensors.frozen_tensors} => lasting = set()
 """
 
 
