@@ -104,7 +104,8 @@ def follow_gathers(tensors: ParameterTensors, setup: ZeroSetup, recomputes: bool
         return [Gathers()] * (tensors.architecture.n_layer + 5 + len(tensors.gradient_order) + tensors.tied)
     if setup.expert_parallel_size == 1:
         # The rows of a table differ in what they offload, and gather alike.
-        zero = setup.zero.model_copy(update={"offload_optimizer": OffloadOptimizer(), "offload_param": OffloadParam()})
+        on_host = OffloadParam(device="none" if setup.zero.offload_param.device == "none" else "cpu")
+        zero = setup.zero.model_copy(update={"offload_optimizer": OffloadOptimizer(), "offload_param": on_host})
         setup = replace(setup, config=setup.config.model_copy(update={"zero_optimization": zero}))
     return _follow_equal_blocks(tensors, setup, recomputes)
 
@@ -205,14 +206,22 @@ def _trace(tensors: ParameterTensors, recomputes: bool) -> Iterator[_Event]:
     # The head always runs one, though the frozen table that it may share runs none as embedding.
     after = _through((head, *norms[::-1]), "fetch", "moment", "release")
     yield from _without(passive.difference(head), after)
+    frozen = frozenset(tensor.index for tensor in tensors.frozen_tensors)
+    recomputed: set[int] = set()
     for block in reversed(range(model.n_layer)):
         layers = model.layers_of(block)
-        if recomputes and not all(passive.issuperset(modules.get((block, layer.name), ())) for layer in layers):
-            yield from _block(modules, block, layers, "fetch", "release")
-        yield from _without(passive, _block(modules, block, layers, "fetch", "moment", "release"))
+        indices = {index for layer in layers for index in modules.get((block, layer.name), ())}
+        backward = _without(passive, _block(modules, block, layers, "fetch", "moment", "release"))
+        if not recomputes or passive.issuperset(indices):
+            yield from backward
+            continue
+        yield from _keeping(frozen, _block(modules, block, layers, "fetch", "release"))
+        yield from _keeping(frozen, backward)
+        recomputed |= indices & frozen
     # The embeddings take no input with a gradient, so DeepSpeed releases them only at the end.
     yield from _without(passive, _through(before[::-1], "fetch", "moment"))
     yield from _without(passive, _through(before[::-1], "release"))
+    yield "release", tuple(recomputed)
     yield moment
 
 
@@ -236,6 +245,20 @@ def _without(passive: frozenset[int], events: Iterable[_Event]) -> Iterable[_Eve
     if not passive:
         return events
     return (event for event in events if event[0] == "moment" or passive.isdisjoint(event[1]))
+
+
+def _keeping(kept: frozenset[int], events: Iterable[_Event]) -> Iterable[_Event]:
+    """Return the events without releases of `kept` parameters.
+
+    Those that are frozen and gathered for a recomputation belong to the module whose backward pass is running: the
+    model (fetch_sub_module, update_recompute_parameters).
+    """
+    if not kept:
+        return events
+    return (
+        (action, tuple(index for index in module if index not in kept) if action == "release" else module)
+        for action, module in events
+    )
 
 
 def _through(modules: Iterable[_Module], *actions: _Action) -> Iterator[_Event]:
@@ -297,7 +320,9 @@ class _Coordinator:
         """Elements of all modules before each step of the trace."""
         # Parameters that stay gathered matter for distances alone.
         persistent = persistent_parameters(tensors.all, setup)
-        moving = {module: tuple(index for index in module if index not in persistent) for module in {*fetched, ()}}
+        moving = {
+            module: tuple(index for index in module if index not in persistent) for _, module in {*trace, ("fetch", ())}
+        }
         self.events = [(action, moving[module]) for action, module in trace]
         self._queue = deque((index, step) for step, module in enumerate(fetched) for index in moving[module])
         """(parameter, step of a use) of every use that no prefetch has passed."""
@@ -393,6 +418,9 @@ class _Coordinator:
         self._gathered_elements += elements
         flat_bytes = tensor_bytes(elements, self._setup.config.model_dtype)
         self._hold(flat_bytes)
+        if self._setup.zero.offload_param.device != "none":  # the rank's own part comes from the host
+            own_bytes = tensor_bytes(elements // ranks, self._setup.config.model_dtype)
+            self.peak_bytes = max(self.peak_bytes, self._live_bytes + own_bytes)
         if len(indices) == 1:
             self._live[indices[0]] = flat_bytes
         else:

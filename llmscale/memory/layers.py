@@ -434,7 +434,9 @@ def loss(p: Pass) -> LossMemory:
     product = 0 if is_one or width == 4 else width * head
     softmax = 4 * softmax_tokens(chunk) * s.padded_vocab_size if p.loss_kernel == "torch" else 0
     small = (20 if p.batch > 1 else 12) * p.tokens
-    logits = width * chunk * s.padded_vocab_size + max(product, 0 if is_one else width * chunk * s.n_embd)
+    # A chunk's gradient of x, which the gradient of the head's weights exceeds where it comes after.
+    of_x = 0 if is_one and head else width * chunk * s.n_embd
+    logits = width * chunk * s.padded_vocab_size + max(product, of_x)
     return LossMemory(
         cast=2 * weights + 2 * chunk * s.n_embd if p.autocast else 0,
         forward=2 * p.x + small + sums + softmax + logits,
