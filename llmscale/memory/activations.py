@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from llmscale.config.deepspeed.schema import CheckpointingMode
 from llmscale.memory.layers import LayerMemory, Pass, attention, ends_bytes, experts, loss, mlp, norm
+from llmscale.memory.states import Handed
 
 
 class Moment(NamedTuple):
@@ -27,6 +28,8 @@ class Moment(NamedTuple):
     """Gradients that DeepSpeed has by then."""
     handing: float = 0
     """Gradients that are being handed over."""
+    is_settled: bool = False
+    """True between all-gathers of stage 3, False while the largest may run."""
 
     @property
     def total_bytes(self) -> float:
@@ -114,11 +117,24 @@ class Block:
         return 2 * self.x + max(layer.forward + (given if self.mode == "full" else 0) for layer, given in pairs)
 
     @cached_property
+    def forward_gather(self) -> float:
+        """Bytes of a forward pass when stage 3 gathers experts, its input among them; 0 without experts there."""
+        place = next((place for place, layer in enumerate(self.layers) if layer.gathers), None)
+        if place is None:
+            return 0.0
+        before = self.layers[:place]
+        row = self.layers[place].gathers
+        if self.mode == "none":
+            return self.x + row + sum(layer.saved for layer in before)
+        kept = sum(layer.selected for layer in before) if self.mode == "selective" else 0
+        return 2 * self.x + row + kept
+
+    @cached_property
     def backward(self) -> list[Moment]:
         """Moments of the backward pass, without bytes and gradients of other blocks: of equal gradients the largest."""
-        largest: dict[tuple[float, float], Moment] = {}
+        largest: dict[tuple[float, float, bool], Moment] = {}
         for moment in self._backward():
-            gradients = moment.complete, moment.handing
+            gradients = moment.complete, moment.handing, moment.is_settled
             if gradients not in largest or moment.total_bytes > largest[gradients].total_bytes:
                 largest[gradients] = moment
         return list(largest.values())
@@ -129,9 +145,9 @@ class Block:
         return [moment.total_bytes for moment in self.backward]
 
     @cached_property
-    def handed(self) -> tuple[tuple[float, float], ...]:
-        """(gradients that are complete, and those being handed over) at each of these moments."""
-        return tuple((moment.complete, moment.handing) for moment in self.backward)
+    def handed(self) -> Handed:
+        """Gradients at each of these moments."""
+        return tuple((moment.complete, moment.handing, moment.is_settled) for moment in self.backward)
 
     def _backward(self) -> Iterator[Moment]:
         held = self.unsaved_input if self.mode != "none" else 0.0  # by the checkpoint
@@ -139,16 +155,27 @@ class Block:
         casts = self.casts
         complete = 0
 
-        def moment(temporaries: float, handing: float = 0) -> Moment:
-            return Moment("block backward", casts, live, temporaries=temporaries, complete=complete, handing=handing)
+        def moment(temporaries: float, handing: float = 0, *, is_settled: bool = False) -> Moment:
+            return Moment(
+                "block backward",
+                casts,
+                live,
+                temporaries=temporaries,
+                complete=complete,
+                handing=handing,
+                is_settled=is_settled,
+            )
 
+        gathers = any(layer.gathers for layer in self.layers)
         if self.mode == "selective":
-            yield moment(3 * self.x + held)
+            yield moment(3 * self.x + held, is_settled=gathers)
         extra = self.x  # the gradient of the residual stream
         given = self.x if self.mode == "full" else 0  # the recomputed result
         for branch in reversed(self.branches):
             for layer in reversed(branch):
-                yield moment(extra + given + layer.backward)
+                if layer.gathers:
+                    yield moment(extra + given + layer.gathers)
+                yield moment(extra + given + layer.backward, is_settled=gathers)
                 live -= layer.saved
                 casts -= layer.casts
                 if layer.parameters:
@@ -235,8 +262,13 @@ class Activations:
         for place in range(self.p.shape.n_layer, 0, -1):
             # Offloaded inputs leave the GPU two blocks later.
             saved = self.saved[0] + min(place, 3) * self.p.x if self._offloads else self.saved[place]
-            moment = Moment("forward", casts[place], saved + self.blocks[place - 1].forward, place=place)
+            block = self.blocks[place - 1]
+            gathering = block.forward_gather
+            moment = Moment("forward", casts[place], saved + block.forward, place=place, is_settled=gathering > 0)
             yield casts[place] + saved + most, moment
+            if gathering:
+                before = self.saved[0] + min(place - 1, 3) * self.p.x if self._offloads else self.saved[place - 1]
+                yield casts[place] + saved + most, moment._replace(activations=before + gathering, is_settled=False)
 
     def backward_blocks(self) -> Iterator[tuple[float, OtherBlocks, Block]]:
         """Yield the blocks in the order of the backward pass, each with bytes that none exceeds from there on."""
@@ -251,7 +283,7 @@ class Activations:
     @cached_property
     def largest_handing(self) -> float:
         """Most gradients that a layer of a block hands over."""
-        return max(handing for block in self.kinds.values() for _, handing in block.handed)
+        return max(handing for block in self.kinds.values() for _, handing, _ in block.handed)
 
     @property
     def ends(self) -> Iterator[Moment]:

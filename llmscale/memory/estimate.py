@@ -212,7 +212,7 @@ def find_moments(states: States, activations: Activations) -> dict[str, Breakdow
     for most, moment in activations.forward_blocks():
         if most + states.most_in_forward <= peaks["forward"][0]:
             break
-        compare(moment, states.in_forward(moment.place))
+        compare(moment, states.in_forward(moment.place, is_settled=moment.is_settled))
     for moment in activations.ends:
         is_forward = moment.place >= 0
         compare(

@@ -39,6 +39,8 @@ class Gathers(NamedTuple):
     """Memory at the moment, without parameters that always stay gathered."""
     peak_bytes: int = 0
     """Largest memory from the moment to the next one."""
+    settled_bytes: int = 0
+    """Largest memory from the moment to the next one between all-gathers, without what these alone need."""
 
     def plus(self, other: Gathers, times: int = 1) -> Gathers:
         """Return the sum with `times` the other."""
@@ -48,6 +50,7 @@ class Gathers(NamedTuple):
             self.elements + times * other.elements,
             self.live_bytes + times * other.live_bytes,
             self.peak_bytes + times * other.peak_bytes,
+            self.settled_bytes + times * other.settled_bytes,
         )
 
 
@@ -180,10 +183,10 @@ def _follow(tensors: ParameterTensors, setup: ZeroSetup, recomputes: bool) -> li
         elif action == "release":
             coordinator.release(module)
         else:
-            moments.append(began._replace(peak_bytes=coordinator.peak_bytes))
+            moments.append(coordinator.end_moment(began))
             began = coordinator.begin_moment()
     # Parameters that are gathered before the embeddings run are alive when they do.
-    return [*moments[1:], began._replace(peak_bytes=coordinator.peak_bytes)]
+    return [*moments[1:], coordinator.end_moment(began)]
 
 
 def _trace(tensors: ParameterTensors, recomputes: bool) -> Iterator[_Event]:
@@ -306,6 +309,8 @@ class _Coordinator:
     def __init__(self, tensors: ParameterTensors, setup: ZeroSetup, recomputes: bool) -> None:
         self.peak_bytes = 0
         """Largest memory since the moment began."""
+        self._settled_bytes = 0
+        """Largest memory since then after a fetch."""
         self._calls = 0
         self._gathered_elements = 0
         self._live_bytes = 0
@@ -352,7 +357,12 @@ class _Coordinator:
     def begin_moment(self) -> Gathers:
         """Return what has been gathered, and begin to measure the peak again."""
         self.peak_bytes = self._live_bytes
+        self._settled_bytes = self._live_bytes
         return Gathers(self._calls, self._gathered_elements, self._live_bytes)
+
+    def end_moment(self, began: Gathers) -> Gathers:
+        """Return the moment with the largest memory since it began."""
+        return began._replace(peak_bytes=self.peak_bytes, settled_bytes=self._settled_bytes)
 
     def fetch(self, module: _Module) -> None:
         """fetch_sub_module: gather what the module needs, then prefetch in the order of the trace."""
@@ -373,6 +383,7 @@ class _Coordinator:
                 room -= self._elements[index]
         if prefetched:
             self._gather(prefetched)
+        self._settled_bytes = max(self._settled_bytes, self._live_bytes)
         self._step += 1
 
     def _take_from_queue(self) -> int:

@@ -39,6 +39,8 @@ class LayerMemory:
     """Bytes of results and work space in a forward pass that saves nothing, without its input, where they are large."""
     casts: float = 0.0
     """Bytes of autocast's 16-bit copies of its weights, which the backward pass reads."""
+    gathers: float = 0.0
+    """Bytes of the gradient, or of the input, while stage 3 gathers its many weights at once; 0 where it has few."""
     cached: float = 0.0
     """Bytes of copies that only autocast's cache holds, until the end of the forward pass."""
 
@@ -357,15 +359,21 @@ def experts(p: Pass) -> list[LayerMemory]:
 
     def product(
         name: str, weights: int, *, inputs: float, outputs: float, passed: float, index_bytes: float = 0
-    ) -> LayerMemory:
-        return LayerMemory(
+    ) -> list[LayerMemory]:
+        layer = LayerMemory(
             name,
             weights,
             saved=inputs + cast * weights + index_bytes,
             selected=outputs,
-            backward=outputs + inputs + weights * ((p.stream if is_trained else 0) + cast) + per_row,
+            backward=outputs + inputs + (width * weights if is_trained else 0) + per_row,
             passed=passed,
+            gathers=row if p.is_stage3 else 0,
         )
+        if not p.autocast or not is_trained:
+            return [layer]
+        # The gradient of the weights in 16 bit becomes one in fp32 once what the product has read is free.
+        later = LayerMemory(f"{name}: gradient in fp32", weights, backward=passed + 6 * weights, passed=passed)
+        return [later, replace(layer, parameters=0)]
 
     of_router = 2 * score + per_row + 2 * index + loss + (4 * router if p.stream == 2 else 0)
     layers = [
@@ -377,14 +385,14 @@ def experts(p: Pass) -> list[LayerMemory]:
             backward=2 * score + 4 * tokens * h + 4 * router + stream,
             passed=p.x,
         ),
-        product("up of experts", gates * here, inputs=row, outputs=gates * result, passed=2 * row, index_bytes=index),
+        *product("up of experts", gates * here, inputs=row, outputs=gates * result, passed=2 * row, index_bytes=index),
         LayerMemory(
             "activation of experts",
             saved=(gates + 1) * result if gates == 2 else result,
             backward=(gates + 1) * result + per_row,
             forward=gates * result + row + 2 * score + 3 * index + 4 * tokens * h,
         ),
-        product("down of experts", here, inputs=result, outputs=row, passed=result),
+        *product("down of experts", here, inputs=result, outputs=row, passed=result),
         LayerMemory(
             "sum of experts",
             saved=row + 2 * rows + exchanged,

@@ -6,6 +6,7 @@ Groups are those of the optimizer. A rank's part of one is its first: rank 0 has
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -61,6 +62,8 @@ class Reduction(NamedTuple):
     """Elements of its largest gradient."""
     tensors: int
     """Number of its gradients."""
+    travelling: int = 0
+    """Elements that travel at once, at stages 1 and 2: those of divided experts apart from the others."""
     largest_owned: float = 0.0
     """Elements of the largest piece that the rank has, at stages 1 and 2."""
     group_ranks: int = 1
@@ -266,7 +269,12 @@ class Sharding:
             is_added_alone = cut.first_rank == 0 and self.sums_part_in_fp32
             slices -= 1 if cut.first_rank == rank_before and not is_added_alone else 0
             rank_before = cut.last_rank
-        return reduction._replace(largest_owned=max(cut.owned for cut in cuts), slices=slices)
+        by_ranks: Counter[int] = Counter()
+        for tensor in bucket:
+            by_ranks[self._ranks_of(tensor)] += tensor.elements
+        return reduction._replace(
+            travelling=max(by_ranks.values()), largest_owned=max(cut.owned for cut in cuts), slices=slices
+        )
 
     @cached_property
     def _slices(self) -> dict[int, _Slices]:

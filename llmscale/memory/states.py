@@ -49,8 +49,9 @@ class Added(NamedTuple):
 
 NOTHING = Added()
 
-#: (gradients of a block that are complete, and those being handed over) at each moment of its backward pass.
-Handed = tuple[tuple[float, float], ...]
+#: (gradients of a block that are complete, those being handed over, between all-gathers) at each moment of its
+#: backward pass.
+Handed = tuple[tuple[float, float, bool], ...]
 
 
 def largest_addition(options: Iterable[Added]) -> Added:
@@ -93,6 +94,8 @@ class Gathered:
         self.forward[-1] = moments[passes - 1].live_bytes + held
         self._peaks = [moment.peak_bytes + held for moment in moments[passes:]]
         self._live = [moment.live_bytes + held for moment in moments[passes:]]
+        self.settled_forward = [moment.settled_bytes + held for moment in moments[:passes]]
+        self._settled = [moment.settled_bytes + held for moment in moments[passes:]]
         sizes = (sum(tensor.elements for tensor in layer) for layer in layers_in_order(tensors))
         self._complete = list(accumulate(sizes, initial=0))
 
@@ -107,6 +110,10 @@ class Gathered:
     def peak(self, complete: float) -> float:
         """Return the largest bytes from the moment at which `complete` gradients are there until the next ones are."""
         return self._peaks[self._at(complete)]
+
+    def settled(self, complete: float) -> float:
+        """Return the largest bytes of this time between all-gathers."""
+        return self._settled[self._at(complete)]
 
     def live(self, complete: float) -> float:
         """Return the bytes while DeepSpeed takes the last of `complete` gradients."""
@@ -159,11 +166,15 @@ class States:
     known: dict[tuple[float, Handed], tuple[list[Added], list[float]]] = field(default_factory=dict)
     """Results of `in_block`."""
 
-    def in_forward(self, place: int) -> Added:
-        """Return the addition in the forward pass of the embeddings (0), a block (from 1), the final norm, the loss."""
+    def in_forward(self, place: int, *, is_settled: bool = False) -> Added:
+        """Return the addition in the forward pass of the embeddings (0), a block (from 1), the final norm, the loss.
+
+        `is_settled`: between all-gathers.
+        """
         if self.gathered is None:
             return self.before
-        return self.before._replace(parameters=self.before.parameters + self.gathered.forward[place])
+        gathered = self.gathered.settled_forward if is_settled else self.gathered.forward
+        return self.before._replace(parameters=self.before.parameters + gathered[place])
 
     def in_block(self, complete: float, handed: Handed) -> tuple[list[Added], list[float]]:
         """Return the additions, and the bytes of each, at the moments of a block that begins after some gradients.
@@ -171,7 +182,10 @@ class States:
         Other lengths and micro-batches of the same states ask for the same again.
         """
         if (complete, handed) not in self.known:
-            added = [self.in_backward(complete + before, handing) for before, handing in handed]
+            added = [
+                self.in_backward(complete + before, handing, is_settled=is_settled)
+                for before, handing, is_settled in handed
+            ]
             self.known[complete, handed] = added, list(map(sum, added))
         return self.known[complete, handed]
 
@@ -185,15 +199,23 @@ class States:
         added = sum(self.gradients(math.inf)) + sum(self.handing(math.inf, handing)) + self.moving_bytes
         return added + (self.gathered.largest if self.gathered else 0)
 
-    def in_backward(self, complete: float, handing: float = 0) -> Added:
-        """Return the addition after `complete` gradients, while a layer hands others over."""
+    def in_backward(self, complete: float, handing: float = 0, *, is_settled: bool = False) -> Added:
+        """Return the addition after `complete` gradients, while a layer hands others over.
+
+        `is_settled`: between all-gathers.
+        """
         begin = self.trained(complete)
         added = self.gradients(begin)
         if handing:
             added = added.with_more(self.handing(begin, self.trained(complete + handing) - begin))
         if self.gathered is None:
             return added
-        gathered = self.gathered.live(complete + handing) if handing else self.gathered.peak(complete)
+        if handing:
+            gathered = self.gathered.live(complete + handing)
+        elif is_settled:
+            gathered = self.gathered.settled(complete)
+        else:
+            gathered = self.gathered.peak(complete)
         return added._replace(parameters=added.parameters + gathered)
 
     @property

@@ -134,7 +134,7 @@ class Stage2:
         """The bucket is copied if it has gradients of several ranks, and cast; the rank's pieces are added in fp32."""
         sharding = self.sharding
         sums_part = sharding.sums_part_in_fp32
-        elements = reduction.elements
+        elements = reduction.travelling
         flat_bytes = self._gradient_bytes * elements if reduction.slices > 1 else 0
         cast_bytes = sharding.sent_bytes * elements if sharding.sent_bytes != self._gradient_bytes else 0
         owned = reduction.largest_owned
