@@ -218,9 +218,14 @@ class Sharding:
 
     @property
     def factored_bytes(self) -> float:
-        """Bytes of Adafactor's second moments of the largest matrix, which become its update."""
-        sizes = [tensor.elements for group in self.groups for tensor in group.tensors if group.optimizer.is_factored]
-        return 4 * max(sizes, default=0)
+        """Bytes of Adafactor's second moments of a matrix, which become its update, beside the update before it."""
+        largest = 0
+        for group in self.groups:
+            before = 0
+            for tensor in group.tensors if group.optimizer.is_factored else ():
+                largest = max(largest, before + tensor.elements)
+                before = tensor.elements
+        return 4 * largest
 
     def waiting_after(self, complete: float) -> int:
         """Return the bytes of a tied table's gradient that waits once gradients are complete."""
@@ -275,6 +280,11 @@ class Sharding:
         return reduction._replace(
             travelling=max(by_ranks.values()), largest_owned=max(cut.owned for cut in cuts), slices=slices
         )
+
+    @cached_property
+    def largest_piece(self) -> float:
+        """Elements of the largest gradient, or part of one, that the rank has at stages 1 and 2."""
+        return max(cut.owned for cut in self._slices.values())
 
     @cached_property
     def _slices(self) -> dict[int, _Slices]:

@@ -166,14 +166,9 @@ def part_bytes(sharding: Sharding) -> float:
     return sharding.weight_bytes * sum(group.owned_tensors_elements for group in sharding.groups)
 
 
-def largest_owned_elements(sharding: Sharding) -> float:
-    """Return the elements of the largest gradient that the rank has, or a part of it."""
-    return max(min(tensor.elements, group.part_elements) for group in sharding.groups for tensor in group.owned_tensors)
-
-
 def norm_bytes(sharding: Sharding) -> float:
     """The norm of one gradient is taken in fp64."""
-    return 8 * largest_owned_elements(sharding)
+    return 8 * sharding.largest_piece
 
 
 def update_bytes(sharding: Sharding) -> float:

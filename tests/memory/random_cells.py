@@ -127,6 +127,7 @@ NEEDS: dict[tuple[str, object], dict[str, tuple[object, ...]]] = {
         "optimizer": ("adamw",),
         _OFFLOAD: (None,),
         "ds.bf16.immediate_grad_update": (None,),
+        "ds.data_types.grad_accum_dtype": (None, "bf16"),
     },
     ("ds.activation_checkpointing.cpu_checkpointing", True): {"mode": ("full",)},
 }
