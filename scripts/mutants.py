@@ -66,7 +66,7 @@ memory/zero_stages.py: tests/memory/test_cells.py
 memory/zero_stage1.py: tests/memory/test_cells.py
   a rank's large gradients stay: if piece.owned and piece.elements > sharding.bucket_elements => if False
 memory/states.py: tests/memory/test_cells.py
-  frozen parameters have no lasting copies: lasting &= {tensor.index for tensor in tensors.frozen_tensors} => lasting = set()
+  copies of frozen ones do not last: tensor.index for tensor in tensors.frozen_tensors} => 0 for _ in ()}
 """
 
 
