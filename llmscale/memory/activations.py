@@ -126,8 +126,8 @@ class Block:
         row = self.layers[place].gathers
         if self.mode == "none":
             return self.x + row + sum(layer.saved for layer in before)
-        kept = sum(layer.selected for layer in before) if self.mode == "selective" else 0
-        return 2 * self.x + row + kept
+        selected = sum(layer.selected for layer in before) if self.mode == "selective" else 0
+        return 2 * self.x + row + selected
 
     @cached_property
     def backward(self) -> list[Moment]:

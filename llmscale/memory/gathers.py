@@ -250,16 +250,16 @@ def _without(passive: frozenset[int], events: Iterable[_Event]) -> Iterable[_Eve
     return (event for event in events if event[0] == "moment" or passive.isdisjoint(event[1]))
 
 
-def _keeping(kept: frozenset[int], events: Iterable[_Event]) -> Iterable[_Event]:
-    """Return the events without releases of `kept` parameters.
+def _keeping(held: frozenset[int], events: Iterable[_Event]) -> Iterable[_Event]:
+    """Return the events without releases of `held` parameters.
 
     Those that are frozen and gathered for a recomputation belong to the module whose backward pass is running: the
     model (fetch_sub_module, update_recompute_parameters).
     """
-    if not kept:
+    if not held:
         return events
     return (
-        (action, tuple(index for index in module if index not in kept) if action == "release" else module)
+        (action, tuple(index for index in module if index not in held) if action == "release" else module)
         for action, module in events
     )
 

@@ -235,9 +235,9 @@ def _narrow(choices: Iterable[Choice]) -> dict[str, list[object]] | None:
                 is_changed = True
             elif len(left[name]) == 1:
                 for other, wanted in needs.items():
-                    kept = [one for one in left[other] if one in wanted]
-                    is_changed |= kept != left[other]
-                    left[other] = kept
+                    legal = [one for one in left[other] if one in wanted]
+                    is_changed |= legal != left[other]
+                    left[other] = legal
             if not left[name]:
                 return None
     return left
