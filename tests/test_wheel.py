@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -18,6 +17,7 @@ from packaging.requirements import Requirement
 
 import llmscale
 from llmscale.config.bundled_files import DS_CONFIGS, HOSTFILES
+from tests.test_readme import runnable
 
 ROOT = Path(__file__).resolve().parent.parent
 #: What a wheel is made of.
@@ -149,11 +149,7 @@ def test_a_wheel_with_its_extra_train_runs_the_commands_of_the_readme(wheel: Pat
 
     # The README's quickstart makes train's default dataset.
     call("llmscale data prepare --input my_texts --out data/python-stdlib --tokenizer bytes --seq-len 64")
-    section = (ROOT / "README.md").read_text().partition("## The first hour")[2].partition("\n## ")[0]
-    # doctor, launch and deepspeed need the machines of a hostfile.
-    commands = [line for line in section.splitlines() if re.match("llmscale (?!doctor|launch)", line)]
-    assert len(commands) >= 8
-    printed = {command: call(command) for command in commands}
+    printed = {command: call(command) for command in runnable()}
     actual = "\n".join(printed.values())
     for words in ("finished at step", "validation loss", "The history of science", "Wrote exported", "ZeRO offload"):
         assert words in actual

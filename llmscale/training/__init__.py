@@ -11,8 +11,7 @@ Before torch:
 
 All ranks together:
     open_session    everything up to the first step
-    rank_agreement  ranks that were started alike, and which of them share a disk
-    resume          the checkpoint that all ranks see; its history; loading it
+    resume          ranks that were started alike; the checkpoint that all see; its history
     publish_run     copies to a run's store
 
 Each step:
