@@ -37,16 +37,14 @@ def bar(cell: Cell) -> float:
 
 def test_every_two_settings_occur_together_in_three_cells() -> None:
     counts = Counter(pair for chosen, _ in read_pairs(PAIRS) for pair in pairs_of(chosen))
-    legal = legal_pairs()
-    assert [pair for pair in legal if counts[pair] < 1] == []
-    assert sum(counts[pair] < 3 for pair in legal) <= 0.01 * len(legal)
+    assert [pair for pair in legal_pairs() if counts[pair] < 3] == []
 
 
 def test_cells_of_every_two_settings_are_as_dry_runs_counted_them() -> None:
     errors = [abs(peak_error(build_cell(chosen), true)) for chosen, true in read_pairs(PAIRS)]
     assert statistics.median(errors) <= 0.0003
     # The cells beyond 0.5 % have experts or hpZ at stage 3, or checkpoints on the host.
-    assert sum(error > 0.005 for error in errors) <= 9
+    assert sum(error > 0.005 for error in errors) <= 13
     assert statistics.quantiles(errors, n=10)[-1] <= 0.008
     assert max(errors) <= 0.13
 
