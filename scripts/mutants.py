@@ -32,7 +32,7 @@ config/batch_plan.py: tests/config/test_batch_plan.py
   fillers are not counted: self.micro_batch_size * self.micro_steps(size) * self.ranks.data_parallel_size => size
   a ramp's stage ends early: ramp.samples // (full - ramp.first) => ramp.samples // full
   sequences grow late: doublings * seen // self.samples) => doublings * seen // (self.samples + 1))
-engine/train_step.py: tests/engine/test_train_step.py
+engine/random_numbers.py: tests/engine/test_train_step.py
   dropout is the same on all ranks: {seed} {step} {rank} => {seed} {step}
 engine/train_step.py: tests/distributed/test_any_number_of_ranks.py
   a filler weighs as much as a sample: loss = loss * weight => pass
@@ -57,7 +57,7 @@ checkpoint/inventory.py: tests/checkpoint/test_inventory.py tests/checkpoint/tes
   latest names another run's: if is_of_run(checkpoint, run): => if True:
 checkpoint/load.py: tests/checkpoint/test_load.py tests/distributed/test_zero_state.py tests/distributed/test_history.py
   surplus tensors pass: surplus = sorted(set(stored) - set(wanted)) => surplus = []
-  optimizers' scalars are forgotten: set_group_scalars(engine, state.optimizer_scalars) => pass
+  optimizers' scalars are forgotten: set_group_scalars(engine, scalars) => pass
   damage passes: next((finding for finding in findings if finding), None) or => None or
 memory/layers.py: tests/memory/test_cells.py
   frozen weights keep their input: is_trained = name not in p.frozen => is_trained = True
@@ -67,6 +67,26 @@ memory/zero_stage1.py: tests/memory/test_cells.py
   a rank's large gradients stay: if piece.owned and piece.elements > sharding.bucket_elements => if False
 memory/states.py: tests/memory/test_cells.py
   copies of frozen ones do not last: tensor.index for tensor in tensors.frozen_tensors} => 0 for _ in ()}
+data/clean/filters.py: tests/data/clean/test_filters.py
+  a frequent n-gram has no spaces: ends[begin + n] - ends[begin] + n - 1) => ends[begin + n] - ends[begin])
+  a copy is a word short: characters += ends[place + n] - ends[place] => characters += ends[place + n - 1] - ends[place]
+  the end of a long text is not judged: text[-_PIECE_CHARACTERS:])) => text[:_PIECE_CHARACTERS]))
+planning/law_fit.py: tests/planning/test_law_fit.py
+  a law's intervals lack Student's t: spread = self.residuals * student_ratio(num_runs - 5) => spread = self.residuals
+  a fit's own freedom is not counted: np.sqrt(n / max(1, n - num_fitted)) => 1.0
+  parabolas have one coefficient: num_fitted = 3 * len(flops) => num_fitted = len(flops)
+planning/search.py: tests/planning/test_search.py
+  whole tensors are locked in parts: cluster.world_size if step.zero_stage == 3 else 1 => cluster.world_size
+  a node keeps every copy: else 1 / cluster.num_nodes => else 1
+report/history.py: tests/report/test_run_history.py
+  overlapping steps count twice: bisect_right(other.steps, self.steps[-1]) if self.steps else 0 => 0
+  overlapping events count twice: bisect_left(other.others, self.others[-1][0], key=_step_of) if self.others else 0 => 0
+  a restart forgets nothing: del self.others[bisect_right(self.others, last_step, key=_step_of) :] => pass
+evaluate/scoring.py: tests/evaluate/test_scoring.py
+  a long context loses its end: [-(seq_len + 1) :] => [: seq_len + 1]
+  windows score a token twice: seq_len - 1 : end]), end - start)) => seq_len - 1 : end]), end - start + 1))
+evaluate/tasks.py: tests/evaluate/test_tasks.py
+  an item takes its neighbour's scores: scores[start : start + count]) => scores[:count])
 """
 
 

@@ -9,12 +9,14 @@ from functools import partial
 import numpy as np
 import pytest
 
+from llmscale.planning import law_fit
 from llmscale.planning.law_fit import (
     FittedRun,
     fit_isoflops,
     fit_parametric,
     longer_schedules,
     schedule_exponents,
+    student_ratio,
 )
 from llmscale.planning.scaling import BESIROGLU, Interval, ParametricLaw
 from scripts.bench.learning.planted_ladders import hold
@@ -67,6 +69,36 @@ def test_80_percent_intervals_hold_planted_exponents_and_a_larger_run_that_often
     spread = 2 * math.sqrt(ladders * 0.8 * 0.2)
     assert (held >= 0.8 * ladders - spread).all(), held
     assert (held[:2] <= 0.8 * ladders + spread).all(), held
+
+
+def test_residuals_have_the_spread_of_the_errors_that_a_fit_reduces() -> None:
+    runs = made_runs(0.003)
+    fit = fit_parametric(runs, 1, "made", "here")
+    errors = np.log([run.loss / fit.law.loss(run.num_parameters, run.tokens) for run in runs])
+    degrees = len(runs) - 5
+    assert fit.residuals.std() == pytest.approx(errors.std() * math.sqrt(len(runs) / degrees))
+
+
+def test_intervals_are_as_much_wider_as_students_t_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Small enough for the squares of the Huber loss: there a fit follows the losses linearly.
+    runs = made_runs(0.0001)
+
+    def widths() -> list[float]:
+        of_sizes = fit_isoflops(runs, 100)
+        assert of_sizes is not None
+        exponents = (
+            fit_parametric(runs, 20, "made", "here").interval(lambda law: law.size_exponent),
+            of_sizes.exponent,
+        )
+        return [interval.high - interval.low for interval in exponents]
+
+    by_student = widths()
+    monkeypatch.setattr(law_fit, "student_ratio", lambda num_free: 1.0)
+    ratios = np.divide(by_student, widths())
+    # 5 numbers of the law, and 3 of each of three parabolas, are fitted to 15 losses.
+    expected = [student_ratio(10), student_ratio(6)]
+    assert expected == pytest.approx([1.0707, 1.1234], abs=1e-4)
+    assert ratios == pytest.approx(expected, rel=0.01)
 
 
 def test_a_law_that_bends_is_noticed_and_its_error_is_in_the_interval_of_a_loss() -> None:

@@ -66,6 +66,28 @@ def test_the_curve_is_that_of_the_line_that_leads_to_the_end(write_run: Callable
     assert history.tokens_seen.keys() == history.train.keys()
 
 
+def test_steps_of_parts_that_overlap_count_once(write_run: Callable[..., Path]) -> None:
+    """The second history says that it left the first at 4, and has records from 2 on."""
+    first = [start(0), *(train(step, 10.0 + step) for step in range(1, 5)), validation(4, 1.0)]
+    later = [
+        start(2, 2, (1, 4)),
+        train(3, 23.0),
+        validation(3, 3.0),
+        train(4, 24.0),
+        train(5, 25.0),
+        validation(5, 2.0),
+    ]
+    history = load_history(write_run(*first, *later))
+    assert list(history.steps.steps) == [1, 2, 3, 4, 5]
+    assert list(history.steps.values["loss"]) == [11.0, 12.0, 13.0, 14.0, 25.0]
+    assert [(step, record["kind"]) for step, record in history.others] == [
+        (0, "event"),
+        (4, "validation"),
+        (5, "validation"),
+    ]
+    assert history.num_abandoned == 2
+
+
 def test_what_a_run_went_back_from_is_forgotten_before_it_logs_again(write_run: Callable[..., Path]) -> None:
     first = [start(0), *(train(step, 10.0 + step) for step in range(1, 5))]
     assert load_history(write_run(*first, start(2, 2, (1, 2)))).train == {1: 11.0, 2: 12.0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 
@@ -27,6 +28,12 @@ STRICT_C4 = C4Filter(terminal_punctuation=True)
 
 def _rule(finding: Removed | Changed | None) -> str | None:
     return str(finding.why["rule"]) if isinstance(finding, Removed) else None
+
+
+def shares_of(text: str) -> Iterator[tuple[str, float]]:
+    """What the rules on repetition measure."""
+    for rule, value, _, _ in c4._measure_repetition(Text(text)):
+        yield rule, value
 
 
 @pytest.fixture
@@ -65,6 +72,19 @@ def test_repeated_ngrams_are_counted_once_each_word(prose: str) -> None:
     finding = filter_repetition(Text(text))
     assert finding is not None and str(finding.why["rule"]).startswith("duplicated_")
     assert float(finding.why["value"]) == pytest.approx(share, rel=0.1)
+
+
+def test_characters_of_ngrams_are_those_of_their_words_and_for_the_most_frequent_of_spaces_too() -> None:
+    single = [f"word{number}" for number in range(100, 140)]
+    pair = "red foxes"
+    text = " ".join(f"{word} {pair}" for word in single)
+    assert dict(shares_of(text))["top_2_gram"] == pytest.approx(len(pair) * len(single) / len(text))
+    # Six words stand twice: after the copy of five, one is left that begins no other.
+    passage = ["a", "bcd", "efghi", "jk", "lmno", "pqrstu"]
+    text = " ".join([*single[:5], *passage, "between", *passage])
+    shares = dict(shares_of(text))
+    assert shares["duplicated_5_n_grams"] == pytest.approx(len("".join(passage[:5])) / len(text))
+    assert shares["duplicated_6_n_grams"] == pytest.approx(len("".join(passage)) / len(text))
 
 
 @pytest.mark.parametrize(
@@ -183,6 +203,13 @@ def test_language() -> None:
     assert finding is not None
     with pytest.raises(DataError, match=r"--languages english is not known.*\ben\b"):
         check_languages(("en", "english"))
+
+
+def test_a_long_text_is_judged_by_its_beginning_its_middle_and_its_end() -> None:
+    begin, middle, end = (letter * 1000 for letter in "abc")
+    assert c4._sample(begin + middle + end) == begin + middle + end
+    assert c4._sample(f"{begin}x{middle}y{end}") == f"{begin}\n{middle}\n{end}"
+    assert c4._sample(f"{begin}{'x' * 5000}{middle}{'y' * 5001}{end}") == f"{begin}\n{middle}\n{end}"
 
 
 def test_datatrove_decides_alike(make_prose: MakeProse) -> None:
