@@ -34,7 +34,13 @@ OWN_DS = {
     },
     "scatter3": {"stage": 3, "reduce_scatter": False},
     "params3": {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU},
-    "hpz3": {"stage": 3, "zero_hpz_partition_size": 2},
+    # Weights that stay gathered have no copies.
+    "hpz3": {
+        "stage": 3,
+        "zero_hpz_partition_size": 2,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_reuse_distance": 0,
+    },
     **{f"bf16_{stage}": {"stage": stage} for stage in (1, 2, 3)},
 }
 
