@@ -11,36 +11,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from llmscale.checkpoint.remote_run import fetch_run
-from llmscale.cli.answers import as_json
-from llmscale.cli.estimate_rows import find_rows, read_request
-from llmscale.cli.flags import read_gpus
-from llmscale.cli.main import build_parser
-from llmscale.config.run_flags import flag_words
-from llmscale.config.user_paths import check_other_run, checked, url_of
-from llmscale.data.shards.cache import fetch_tokenizer, open_set
-from llmscale.data.shards.manifest import Manifest
-from llmscale.data.shards.token_shards import TokenShards
-from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
-from llmscale.data.tokenizers.tokenizer import Tokenizer
-from llmscale.error_handling import say
 from llmscale.errors import ConfigError, LlmscaleError
-from llmscale.evaluate.model_source import ModelSource, find_model, open_model
-from llmscale.report.history import load_history
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from llmscale.checkpoint.checkpoints import Checkpoints, Loaded
     from llmscale.checkpoint.elastic import elastic_checkpoints
     from llmscale.checkpoint.load_deepspeed import load_deepspeed
     from llmscale.checkpoint.module_weights import export_weights, read_weights
     from llmscale.data.batch_sampler import BatchSampler, batch_sampler
+    from llmscale.data.shards.manifest import Manifest
+    from llmscale.data.shards.token_shards import TokenShards
     from llmscale.data.stream import Batch, Stream, open_stream
+    from llmscale.data.tokenizers.tokenizer import Tokenizer
     from llmscale.engine.initialize import initialize
     from llmscale.engine.process_group import join_world as join_ranks
     from llmscale.engine.random_numbers import seed_step
+    from llmscale.evaluate.model_source import ModelSource
 
 __all__ = [
     "Batch",
@@ -112,6 +101,8 @@ class Dataset:
 
     def __getitem__(self, sample_id: int) -> NDArray[np.unsignedinteger]:
         """Return the tokens of a sample, uint16 or uint32 [seq_len + 1]. Raises IndexError, DataError."""
+        import numpy as np
+
         if not -len(self) <= sample_id < len(self):
             raise IndexError(f"{self.name} has {len(self):,} samples in {self.split}, and no sample {sample_id:,}")
         return self.shards.read(np.array([sample_id % len(self)], np.int64))[0]
@@ -127,6 +118,9 @@ def load_run(run: str | Path, step: int | None = None) -> ModelSource:
     `.load_model()` of the result gives the model, in fp32 and eval mode; `.tokenizer`, `.shape`, `.step` and `.folder`
     need no torch. All bytes of the checkpoint are verified. Raises CheckpointError, ConfigError, DataError.
     """
+    from llmscale.error_handling import say
+    from llmscale.evaluate.model_source import find_model, open_model
+
     return open_model(find_model(_folder_of(run), say, step))
 
 
@@ -136,6 +130,12 @@ def estimate(model: str, *, gpu: str, num_gpus: int = 1, num_nodes: int = 1, **k
     `keys` are further flags of that command by their names: seq_len, precision, global_batch_size, host_memory_gib,
     interconnect. Raises ConfigError.
     """
+    from llmscale.cli.answers import as_json
+    from llmscale.cli.estimate_rows import find_rows, read_request
+    from llmscale.cli.flags import read_gpus
+    from llmscale.cli.main import build_parser
+    from llmscale.config.run_flags import flag_words
+
     if refused := _OTHER_ANSWERS & keys.keys():
         raise ConfigError(f"estimate() does not take {min(refused)}. Use `llmscale estimate` for it.")
     words = ["estimate", "--json"]
@@ -152,6 +152,10 @@ def open_dataset(data: str | Path, split: str = "train", cache: Path | None = No
 
     Shards of a URL are fetched into `cache` when they are read.
     """
+    from llmscale.data.shards.cache import fetch_tokenizer, open_set
+    from llmscale.data.shards.token_shards import TokenShards
+    from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
+
     location = open_set(str(data), cache)
     fetch_tokenizer(location)
     tokenizer = load_set_tokenizer(location.folder, location.manifest)
@@ -164,6 +168,10 @@ def read_metrics(run: str | Path, kind: str = "train") -> dict[str, NDArray[np.f
     `kind`: train (loss, lr, grad_norm, tokens_seen, tokens_per_second, mfu, ...) or validation (loss). Steps that a
     restart discarded are left out. `pandas.DataFrame` takes the result. Raises ConfigError.
     """
+    import numpy as np
+
+    from llmscale.report.history import load_history
+
     history = load_history(_folder_of(run))
     if kind == "validation":
         losses = history.validation
@@ -176,6 +184,9 @@ def read_metrics(run: str | Path, kind: str = "train") -> dict[str, NDArray[np.f
 
 def _folder_of(run: str | Path) -> Path:
     """Return the folder of a run, after fetching the copy of a URL. Raises ConfigError."""
+    from llmscale.checkpoint.remote_run import fetch_run
+    from llmscale.config.user_paths import check_other_run, checked, url_of
+
     folder = checked(check_other_run, run, f"run = {str(run)[:200]!r}")
     if url_of(folder):
         fetch_run(folder)

@@ -19,6 +19,7 @@ def run_example(data: Path, run: Path, stage: int, ranks: int) -> dict[int, floa
     return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+) loss ([\d.]+)$", output, re.MULTILINE)}
 
 
+@pytest.mark.slow
 def test_the_example_continues_on_other_ranks_at_another_stage(tiny_set: Path, tmp_path: Path) -> None:
     losses = run_example(tiny_set, tmp_path / "run", 2, 2)
     assert [*losses] == [*range(1, 31)]

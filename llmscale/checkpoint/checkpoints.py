@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
 
 import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
+from llmscale.checkpoint.disks import find_disks
 from llmscale.checkpoint.engine_state import EngineState, GroupState, read_engine_state
-from llmscale.checkpoint.inventory import (
-    FoundCheckpoints,
-    find_checkpoints,
-    history_after,
-    open_checkpoint,
-    record_history,
-    remove_leftovers,
-)
-from llmscale.checkpoint.load import find_damage_together, find_newest_good, load_engine, load_weights
+from llmscale.checkpoint.inventory import find_checkpoints
+from llmscale.checkpoint.load import load_engine, load_weights
 from llmscale.checkpoint.manifest import Checkpoint, History
 from llmscale.checkpoint.plain_values import to_json
 from llmscale.checkpoint.save import CheckpointSaver, Snapshot, copy_out
+from llmscale.checkpoint.store import CheckpointStore
 from llmscale.checkpoint.tensor_files import DTYPES, Fragment, engine_fragments
-from llmscale.engine.collectives import Disks, gather, on_all_ranks, on_main_rank
+from llmscale.engine.collectives import gather, on_all_ranks, on_each_disk, on_main_rank
 from llmscale.engine.engine_values import (
     OF_SCHEDULER,
     check_between_steps,
@@ -45,6 +40,7 @@ from llmscale.engine.loss_scale import get_scaler_state, set_scaler_state
 from llmscale.engine.zero_layout import check_deepspeed_version, inner_optimizer, name_groups
 from llmscale.engine.zero_shards import group_scalars
 from llmscale.errors import CheckpointError, ConfigError, LlmscaleError
+from llmscale.files.folder_lock import lock_folder
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -89,18 +85,23 @@ class Checkpoints:
         multiples of `keep_every`. `in_background` writes while training continues. `report` gets a line per outcome on
         rank 0; without it warnings are Python's.
 
-        Collective. Raises ConfigError for an engine whose state cannot be saved.
+        Collective. Raises ConfigError for an engine whose state cannot be saved, and for a folder that another job has.
         """
         check_deepspeed_version()
         check_engine(engine)
         for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
             if value < 0:
                 raise ConfigError(f"{name} = {value}: it must be 0 or more.")
+        if "://" in str(folder):
+            raise ConfigError(f"folder = {str(folder)[:200]!r}: a loop's checkpoints need a folder, not a store.")
         self.engine = engine
         self.folder = Path(folder)
         self._in_background, self._report = in_background, report
         self._group = dist.new_group(backend="gloo")
-        self._disks = Disks((0,) * dist.get_world_size())
+        disks = find_disks(self.folder, self._group)
+        self._lock: TextIO | None = None
+        on_each_disk(self._group, disks, self._claim)
+        self._store = CheckpointStore(self.folder, self._group, disks, self._say)
         self._lines: list[str] = []
         self._saver = CheckpointSaver(
             self.folder,
@@ -108,7 +109,7 @@ class Checkpoints:
             keep_every=keep_every,
             in_background=in_background,
             report=self._lines.append,
-            disks=self._disks,
+            disks=disks,
         )
         self._has_history = False
         self._pending: int | None = None
@@ -116,14 +117,20 @@ class Checkpoints:
         self._has_warned_of_buffers = False
         name_groups(engine)
 
+    def _claim(self) -> None:
+        """Lock the folder for this job. Raises ConfigError if another one has it."""
+        self._lock = lock_folder(self.folder)
+
     def close(self) -> None:
-        """Wait until nothing is being written, and give the process groups back. Collective."""
+        """Wait until nothing is being written, and give the folder and the process groups back. Collective."""
         self.wait()
         self._saver.close()
         dist.destroy_process_group(self._group)
+        if self._lock is not None:
+            self._lock.close()
 
     def save(self, step: int, extra: Mapping[str, Any] | None = None, *, with_frozen: bool = True) -> None:
-        """Save everything that continuing needs after `step` optimizer steps, and the plain values of `extra`.
+        """Save everything that continuing needs after `step` optimizer steps, and rank 0's plain values of `extra`.
 
         Without `with_frozen`, parameters that the optimizer does not change are left out, and `load` leaves them as the
         script made them. A step that this object has just saved or loaded is not saved again. Collective; call it
@@ -138,7 +145,7 @@ class Checkpoints:
         self._enter_newest_history(step)
         engine, group = self.engine, self._group
         state = on_all_ranks(group, self._take_state, step, extra or {}, has_frozen=with_frozen)
-        values = on_all_ranks(group, state.as_dict)
+        values = on_main_rank(group, state.as_dict)
         fragments = copy_out(on_all_ranks(group, own_fragments, engine, with_frozen=with_frozen))
         self._warn_of_differing_buffers(fragments)
         if dist.get_rank(group):  # the buffers are rank 0's, as in a state dict that rank 0 writes
@@ -182,21 +189,21 @@ class Checkpoints:
         if settings not in ("checkpoint", "script"):
             raise ConfigError(f'settings = {settings!r}: must be "checkpoint" or "script".')
         self.wait()
-        group, run = self._group, self.folder
+        group, store = self._group, self._store
         on_all_ranks(group, check_between_steps, self.engine)
-        for line in on_main_rank(group, remove_leftovers, run):
-            self._say(line)
-        listing = on_main_rank(group, find_checkpoints, run)
-        source = self._find(listing, step)
+        store.remove_leftovers()
+        store.share()
+        listing = store.list()
+        source = store.newest_whole(listing) if step is None else store.open(step)
         if source is None:
             return None
         state = on_main_rank(group, read_engine_state, source)
         on_all_ranks(group, self._check_fits, state, source, with_scheduler=with_scheduler and not weights_only)
         if weights_only:
-            load_weights(self.engine, source.path, group, self._disks)
+            load_weights(self.engine, source.path, group, store.disks, keeps=_is_left_out(state))
             return Loaded(state.step, state.extra, source.path, ("weights only",))
         changes = self._continue(state, source, settings, with_scheduler=with_scheduler)
-        self._saver.history = on_main_rank(group, _enter_history, listing, source, run)
+        self._saver.history = store.enter_history(source, listing)
         self._has_history = True
         self._newest = state.step
         return Loaded(state.step, state.extra, source.path, tuple(changes))
@@ -215,7 +222,7 @@ class Checkpoints:
             source.path,
             scalars,
             group,
-            self._disks,
+            self._store.disks,
             with_frozen=state.has_frozen,
             steps_taken=max(0, state.global_steps - state.skipped_steps),
         )
@@ -228,18 +235,11 @@ class Checkpoints:
             engine.lr_scheduler.load_state_dict(state.scheduler)
         return changes
 
-    def _find(self, listing: FoundCheckpoints, step: int | None) -> Checkpoint | None:
-        """Return the checkpoint to load, verified. Collective."""
-        if step is None:
-            return find_newest_good(listing, self.folder, self._group, self._disks, self._say)
-        source = on_main_rank(self._group, open_checkpoint, self.folder, step=step)
-        if damage := find_damage_together(source, self._group, self._disks):
-            raise CheckpointError(damage)
-        return source
-
     def _check_fits(self, state: EngineState, source: Checkpoint, *, with_scheduler: bool) -> None:
         """Raise CheckpointError unless the engine has the checkpoint's shapes, and a scheduler if it has one."""
-        check_shapes(state.shapes, tensor_shapes(self.engine), source.path)
+        own = tensor_shapes(self.engine)
+        _check_names(state.shapes.keys(), own.keys(), source.path)
+        check_shapes(state.shapes, own, source.path)
         has_scheduler = scheduler_state(self.engine) is not None
         if with_scheduler and has_scheduler != (state.scheduler is not None):
             here, there = ("with", "without") if has_scheduler else ("without", "with")
@@ -304,6 +304,11 @@ class Checkpoints:
             warnings.warn(line.removeprefix("WARNING: "), stacklevel=4)
 
 
+def _is_left_out(state: EngineState) -> Callable[[str], bool]:
+    """Return a function that tells whether a checkpoint was saved without a '<state>/<name>'."""
+    return lambda key: not state.has_frozen and key.startswith("frozen/")
+
+
 def _hash(tensor: Tensor) -> str:
     return xxhash.xxh3_128(tensor.contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()
 
@@ -311,13 +316,6 @@ def _hash(tensor: Tensor) -> str:
 def _find_newest(run: Path) -> tuple[History, int | None]:
     listing = find_checkpoints(run)
     return listing.history, listing.current[0].step if listing.current else None
-
-
-def _enter_history(listing: FoundCheckpoints, source: Checkpoint, run: Path) -> History:
-    history = history_after(listing, source.path, run)
-    if history != listing.history:
-        record_history(run, history, source.path)
-    return history
 
 
 def own_fragments(engine: DeepSpeedEngine, *, with_frozen: bool = True) -> dict[str, Fragment]:
@@ -339,6 +337,19 @@ def _plain(settings: Mapping[str, object]) -> dict[str, object]:
             continue
         plain[key] = value
     return plain
+
+
+def _check_names(stored: Set[str], own: Set[str], folder: Path) -> None:
+    """Raise CheckpointError unless a checkpoint and the model have parameters and buffers of the same names."""
+    if surplus := sorted(stored - own):
+        raise CheckpointError(
+            f"{folder} holds '{surplus[0]}', for which this model has no place: {len(surplus)} of its tensors belong "
+            "to another one."
+        )
+    if missing := sorted(own - stored):
+        raise CheckpointError(
+            f"{folder} has no '{missing[0]}', and lacks {len(missing)} of this model's tensors in all."
+        )
 
 
 def check_shapes(stored: Mapping[str, Sequence[int]], own: Mapping[str, Sequence[int]], folder: Path) -> None:

@@ -213,9 +213,9 @@ def _entries(folder: Path) -> list[Path]:
 def _why_not_ours(path: Path) -> str | None:
     match = CHECKPOINT_NAME.fullmatch(path.name)
     if not LEFTOVER_NAME.fullmatch(path.name) and (match is None or match[1] != checkpoint_name(int(match[2]))):
-        return "not a name that train.py gives"
+        return "not a name that a save gives"
     if path.is_symlink():
-        return "a link; to continue from where it leads, name that with --resume"
+        return "a link; to continue from where it leads, name that folder"
     if not path.is_dir():
         return "not a folder"
     return None
@@ -233,7 +233,7 @@ def _read_history(run: Path, readable: list[Checkpoint], listing: FoundCheckpoin
     except CheckpointError as error:
         listing.notes.append(
             f"{error} Using the newest history that saved a checkpoint, history {listing.history.number}, as the "
-            "current one; choose another with --resume PATH."
+            "current one; choose another by naming its folder."
         )
 
 
@@ -350,8 +350,10 @@ def explain_no_checkpoint(listing: FoundCheckpoints, run: Path) -> str:
         why = f"none of the {num_of_history} checkpoints in {folder} is intact"
     else:
         why = f"the history that began from {listing.origin} has no checkpoints"
-    others = f" {len(listing.abandoned)} abandoned ones can be named with --resume PATH." if listing.abandoned else ""
-    return f"{why}.{others} To start from scratch, use another --run folder."
+    others = (
+        f" {len(listing.abandoned)} abandoned ones can be taken by naming their folders." if listing.abandoned else ""
+    )
+    return f"{why}.{others} To start from scratch, use another run folder."
 
 
 def read_state(folder: Path) -> dict[str, object]:
@@ -508,7 +510,7 @@ def commit_checkpoint(
         (f"{LATEST_NAME} does not point to it", lambda: point_latest(run, final)),
         (f"{BEST_NAME} may not name the best one", lambda: point_best(run, current())),
         (
-            "not every checkpoint that --keep-last and --keep-every let go is deleted",
+            "not every checkpoint that expired is deleted",
             lambda: apply_retention(run, current(), keep_last, keep_every),
         ),
     )

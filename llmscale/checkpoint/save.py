@@ -172,7 +172,7 @@ class CheckpointSaver:
                 partial.rmdir()
                 raise CheckpointError(
                     f"{partial.parent} has {free / 2**30:.2f} GiB free and {wanted / 2**30:.2f} GiB are needed; "
-                    f"free some space, lower --keep-last, or give up abandoned checkpoints (llmscale checkpoint prune "
+                    f"free some space, keep fewer checkpoints, or give up abandoned ones (llmscale checkpoint prune "
                     f"{self._run})"
                 )
             return partial

@@ -341,7 +341,7 @@ def _fill(folder: Path, key: str, entry: Mapping, target: Tensor, start: int) ->
     A file may be gone, for example because the run continues and has deleted the checkpoint.
     """
     dtype, end = DTYPES[entry["dtype"]], start + target.numel()
-    remedy = "A run that continues deletes checkpoints that --keep-last and --keep-every do not keep; name a newer one."
+    remedy = "A run that continues deletes checkpoints that it does not keep; name a newer one."
     for begin, elements, file_name, offset, num_bytes, *_ in entry["chunks"]:
         first, last = max(start, begin), min(end, begin + elements)
         if first >= last:

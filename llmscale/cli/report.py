@@ -21,6 +21,7 @@ from llmscale.config.command_line import flag, local_path, run_place
 from llmscale.config.user_paths import check_output_file, url_of, write_output_file
 from llmscale.error_handling import print_error
 from llmscale.errors import ConfigError, LlmscaleError
+from llmscale.files.folder_lock import LOCK_NAME
 from llmscale.report.history import WALL_TIME, RunHistory, load_history, load_run_manifest
 from llmscale.report.run_list import MOST_RUNS, ListedRun, is_claimed, is_run_folder, stamp_run
 from llmscale.terminal.status_line import show_if_slow
@@ -30,7 +31,6 @@ from llmscale.training.run_folder import (
     CONFIG_NAME,
     DS_CONFIG_NAME,
     FAILURE_NAME,
-    LOCK_NAME,
     LOGS_NAME,
     METRICS_NAME,
     ORIGIN_FOLDERS,

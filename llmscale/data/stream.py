@@ -6,7 +6,8 @@ The state of a stream is the number of steps done. Nothing is kept of workers, e
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -19,7 +20,15 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from llmscale.data.loader import Feed, FeedPlan, MicroBatch, rank_sample_ids
 from llmscale.data.mixture import MixedOrder, MixedShards, TrainingSets, open_training_sets, place_stages
-from llmscale.data.order.sample_order import OrderSettings, RankLayout, StreamOrder, build_order
+from llmscale.data.order.sample_order import (
+    MovedOrder,
+    OrderSettings,
+    RankLayout,
+    StreamOrder,
+    build_order,
+    join_ranges,
+    stream_positions,
+)
 from llmscale.data.shards.token_shards import TokenShards, WindowReader, are_targets, ids_of
 from llmscale.errors import ConfigError, DataError
 
@@ -27,6 +36,8 @@ from llmscale.errors import ConfigError, DataError
 IGNORED = -100
 #: Name of the number of steps in a state.
 _STEP = "step"
+#: Positions that a stream leaves out, in a state.
+_SKIPPED = "skipped"
 #: Next micro-batch of a worker, in the state that a StatefulDataLoader asks it for.
 _PLACE = "place"
 
@@ -94,6 +105,18 @@ def check_same_stream(own: _HasSteps, state: Mapping[str, Any]) -> int:
     return step
 
 
+def place_skips(skip_steps: Sequence[tuple[int, int]], global_batch: int) -> list[tuple[int, int]]:
+    """Return the stream positions of ranges of steps. Raises ConfigError for a range without steps."""
+    places: list[tuple[int, int]] = []
+    for first, behind in skip_steps:
+        if not 0 <= first < behind:
+            raise ConfigError(f"skip_steps = ({first}, {behind}): the range must be [first, behind), from 0 on.")
+        ends = np.array([first * global_batch, behind * global_batch - 1])
+        begin, last = stream_positions(ends, join_ranges(places)).tolist()
+        places.append((begin, last + 1))
+    return places
+
+
 class Stream(IterableDataset[Batch]):
     """Micro-batches of one rank, step by step.
 
@@ -110,6 +133,7 @@ class Stream(IterableDataset[Batch]):
         seed: int,
         total_steps: int | None = None,
         shuffle: bool = True,
+        skip_steps: Sequence[tuple[int, int]] = (),
     ) -> None:
         """`plan` is the rank's share of a step. Raises ConfigError, DataError."""
         if sets.recipe is not None and total_steps is None:
@@ -118,15 +142,20 @@ class Stream(IterableDataset[Batch]):
         self._shards: WindowReader | None = None
         self.plan = plan
         self.total_steps = total_steps
+        skipped = place_skips(skip_steps, plan.global_batch_size)
         settings = OrderSettings(seed=seed, shuffle=shuffle)
         orders = [build_order(location, settings) for location in sets.locations]
         self.order: StreamOrder = orders[0]
         stages: list[list[Any]] = []
         size = plan.global_batch_size
         if sets.recipe is not None and total_steps is not None:
-            placed = place_stages(sets.recipe, total_steps * size, size)
+            placed = place_stages(sets.recipe, total_steps * size, size, skipped=join_ranges(skipped))
             self.order = MixedOrder(orders, placed)
             stages = [[stage.begin, list(stage.shares)] for stage in placed]
+        if skipped:
+            self.order = MovedOrder(self.order, partial(stream_positions, skipped=join_ranges(skipped)))
+        self.skipped = [list(places) for places in skipped]
+        """Stream positions that are left out, [first, after the last]."""
         self.identity: dict[str, Any] = {
             "data": sets.fingerprint,
             "order": [dict(order.identity("")) for order in orders],
@@ -215,11 +244,20 @@ class Stream(IterableDataset[Batch]):
 
     def state_at(self, step: int) -> dict[str, Any]:
         """Return the state after `step` steps."""
-        return {_STEP: step, **self.identity}
+        return {_STEP: step, **self.identity, _SKIPPED: self.skipped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the step of a state. Raises DataError if it is of other data, another order or batch."""
-        self.step = check_same_stream(self, state)
+        """Continue at the step of a state. Raises DataError if it is of other data, another order or batch, or if steps
+        that are done were skipped, or not, by then."""
+        step = check_same_stream(self, state)
+        before = state.get(_SKIPPED, [])
+        here = int(stream_positions(np.array([step * self.global_batch]), join_ranges(map(tuple, before)))[0])
+        if self.skipped[: len(before)] != before or any(begin < here for begin, _ in self.skipped[len(before) :]):
+            raise DataError(
+                f"the state is of another stream: it had skipped the positions {str(before)[:80]} at step {step}, and "
+                f"this stream skips {str(self.skipped)[:80]}. Steps that are done cannot be skipped."
+            )
+        self.step = step
         self._place = state.get(_PLACE)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -261,11 +299,14 @@ def open_stream(
     rank: int | None = None,
     world_size: int | None = None,
     shuffle: bool = True,
+    skip_steps: Sequence[tuple[int, int]] = (),
 ) -> Stream:
     """Open a dataset made by `llmscale data prepare` (a folder or a URL), or a mixture's YAML, as a stream.
 
     Every step has `global_batch` samples, whatever the number of ranks, in forward passes of `micro_batch`. Rank and
-    ranks are torch.distributed's, the launcher's, or 0 of 1. Raises ConfigError, DataError.
+    ranks are torch.distributed's, the launcher's, or 0 of 1. `skip_steps` are ranges [first, behind) whose batches are
+    left out, each in the numbers that result from those before it. Raises ConfigError, DataError.
     """
     plan = share_of(global_batch, micro_batch, rank, world_size)
-    return Stream(open_training_sets(str(data)), plan, seed=seed, total_steps=total_steps, shuffle=shuffle)
+    sets = open_training_sets(str(data))
+    return Stream(sets, plan, seed=seed, total_steps=total_steps, shuffle=shuffle, skip_steps=skip_steps)

@@ -121,16 +121,18 @@ def on_main_rank(group: dist.ProcessGroup, action: Callable[_P, _T], *arguments:
     return cast("_T", result)
 
 
-def on_each_disk(group: dist.ProcessGroup, disks: Disks, action: Callable[[], _T]) -> _T:
+def on_each_disk(
+    group: dist.ProcessGroup, disks: Disks, action: Callable[_P, _T], *arguments: _P.args, **keywords: _P.kwargs
+) -> _T:
     """Run `action` on one rank of every disk, and return the result of this rank's disk. Collective.
 
     When one fails, all ranks raise, on a shared disk as `on_main_rank` does, else as `vote` does.
     """
     if disks.is_one:
-        return on_main_rank(group, action)
+        return on_main_rank(group, action, *arguments, **keywords)
     rank = dist.get_rank(group)
     main = disks.mains[rank]
-    result = on_all_ranks(group, lambda: action() if rank == main else None)
+    result = on_all_ranks(group, lambda: action(*arguments, **keywords) if rank == main else None)
     return cast("_T", gather(group, result)[main])
 
 

@@ -23,8 +23,9 @@ from llmscale.config.run_config import RunConfig
 from llmscale.config.run_keys import last_part, publish_words
 from llmscale.config.user_paths import shown, url_of
 from llmscale.errors import ConfigError, LlmscaleError
+from llmscale.files.folder_lock import LOCK_NAME
 from llmscale.report.history import as_number, load_history
-from llmscale.training.run_folder import CONFIG_NAME, FAILURE_NAME, LOCK_NAME, METRICS_NAME, STARTS_NAME, notify
+from llmscale.training.run_folder import CONFIG_NAME, FAILURE_NAME, METRICS_NAME, STARTS_NAME, notify
 from llmscale.untrusted.documents import Rules, load_json, parse_json
 from llmscale.untrusted.paths import check_regular, open_regular
 

@@ -11,7 +11,8 @@ Before torch:
 
 All ranks together:
     open_session    everything up to the first step
-    resume          ranks that were started alike; the checkpoint that all see; its history
+    rank_agreement  ranks that were started alike, and which of them share a disk
+    resume          the checkpoint that all ranks see; its history; loading it
     publish_run     copies to a run's store
 
 Each step:

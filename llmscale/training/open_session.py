@@ -41,13 +41,8 @@ from llmscale.training.live_view import open_view
 from llmscale.training.loss_spikes import RollbackRequest
 from llmscale.training.metrics import MetricsLog, Tracker, start_trackers
 from llmscale.training.publish_run import RunPublisher, find_unpublished, open_publisher
-from llmscale.training.resume import (
-    check_ranks_agree,
-    claim_run_folder,
-    confirm_start,
-    enter_history,
-    load_initial_state,
-)
+from llmscale.training.rank_agreement import check_ranks_agree, claim_run_folder
+from llmscale.training.resume import confirm_start, enter_history, load_initial_state
 from llmscale.training.run_folder import (
     CONFIG_NAME,
     RunFolderClaim,

@@ -40,7 +40,7 @@ from llmscale.numerics.report import as_row, describe_wrong, worst_rows
 from llmscale.terminal.human_numbers import count_nouns
 from llmscale.training.inputs import parse_profiled
 from llmscale.training.live_run import Engine, Run, RunIO, StepAction, StepResult
-from llmscale.training.resume import describe_ranks
+from llmscale.training.rank_agreement import describe_ranks
 from llmscale.training.start import measured_line
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ Who started the ranks sees how they end, also by SIGKILL: `llmscale launch`, `ll
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import math
@@ -39,10 +38,10 @@ from llmscale.config.user_paths import shown
 from llmscale.error_handling import say
 from llmscale.errors import ConfigError, LlmscaleError
 from llmscale.files.atomic_write import write_durably
+from llmscale.files.folder_lock import LOCK_NAME, lock_folder
 from llmscale.files.record_log import RecordLog
 from llmscale.terminal.human_numbers import with_singulars
 from llmscale.untrusted.documents import load_json_lines
-from llmscale.untrusted.paths import open_own
 from llmscale.untrusted.terminal import make_visible_line
 
 CONFIG_NAME = "config.json"
@@ -55,7 +54,6 @@ FAILURE_NAME = "failure.json"
 ATTEMPTS_NAME, LOGS_NAME = "attempts.jsonl", "logs"
 #: Written by every start to metrics.jsonl; raised whenever older code could misread the file.
 METRICS_VERSION = 1
-LOCK_NAME = ".lock"
 #: Files that a run writes to in its folder.
 OWN_FILES = (
     CONFIG_NAME,
@@ -126,43 +124,6 @@ def _remove_empty(made: list[Path]) -> None:
             folder.rmdir()
 
 
-def lock_run_folder(run: Path, name: str = LOCK_NAME) -> TextIO:
-    """Lock the folder for this process until the returned file is closed or the process ends.
-
-    A POSIX record lock: forked data workers do not inherit it, and network file systems support it. Raises ConfigError
-    if another process holds it (two runs in one folder would overwrite each other's checkpoints), or if the file cannot
-    be written.
-    """
-    path = run / name
-    try:
-        # For its owner alone: whoever can read a file can lock it.
-        file = os.fdopen(open_own(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "a+")
-        if not _lock(file):
-            file.seek(0)
-            owner = file.read().strip() or "another process"
-            file.close()
-            raise ConfigError(f"--run {run} is in use by {owner}. Wait for it to end, or name another folder.")
-    except OSError as error:
-        raise ConfigError(f"--run {run}: {path.name} cannot be written: {error.strerror or error}.") from None
-    with suppress(OSError):  # a full disk may have no space for the text; the lock holds without it
-        os.ftruncate(file.fileno(), 0)
-        # Not through the file's buffer: closing the file would try to write it again.
-        os.write(file.fileno(), f"process {os.getpid()} on host {platform.node()}\n".encode())
-    return file
-
-
-def _lock(file: TextIO) -> bool:
-    """Lock a file, and return False if another process holds the lock."""
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # POSIX allows either
-        return False
-    except OSError:
-        # This file system has no locks; train without one.
-        pass
-    return True
-
-
 class RunFolderClaim:
     """One run's claim on its folder, for the process that takes it. A failed start leaves no empty folder."""
 
@@ -176,7 +137,7 @@ class RunFolderClaim:
     def take(self) -> str:
         """Create and lock the folder; return the text of the lock file, empty on a full disk. Raises ConfigError."""
         self._made = create_run_folder(self._run)
-        self._lock = lock_run_folder(self._run, self._path.name)
+        self._lock = lock_folder(self._run, self._path.name, named=f"--run {self._run}")
         self._lock.seek(0)
         return self._lock.read()
 

@@ -15,7 +15,7 @@ from llmscale.checkpoint.manifest import CheckpointManifest
 from llmscale.checkpoint.run_state import RunState, SavedRun
 from llmscale.engine.collectives import Disks
 from llmscale.engine.process_group import World
-from llmscale.errors import CheckpointError, DataError
+from llmscale.errors import CheckpointError
 from tests.hub_server import COMMIT, Hub, lead_to_hub, serve_model
 
 
@@ -106,7 +106,7 @@ def test_what_is_not_what_the_hub_has_is_found_and_what_is_is_read_through_once(
     assert len(hub.asked) == asked
     digest, path = blobs.popitem()
     path.resolve().write_text("damaged")
-    with pytest.raises(DataError, match=rf"blobs/{digest} is damaged: its sha256 is .*Remove it and run again"):
+    with pytest.raises(CheckpointError, match=rf"blobs/{digest} is damaged: its sha256 is .*Remove it and run again"):
         provide(folder)
     path.resolve().unlink()
     assert provide() == folder
@@ -120,15 +120,15 @@ def test_without_the_network_cached_weights_do(hub: Hub, monkeypatch: pytest.Mon
     lead_to_hub(monkeypatch, hub.home)
     assert provide() == hub.snapshot
     (hub.snapshot / "model.safetensors").unlink()
-    with pytest.raises(DataError, match=r"cannot be fetched from the Hugging Face Hub .*refused") as caught:
+    with pytest.raises(CheckpointError, match=r"cannot be fetched from the Hugging Face Hub .*refused") as caught:
         provide()
     assert len(str(caught.value).splitlines()) == 1
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(DataError, match="HF_HUB_OFFLINE is set"):
+    with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE is set"):
         provide()
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setenv("TRANSFORMERS_OFFLINE", "1")
-    with pytest.raises(DataError, match="TRANSFORMERS_OFFLINE is set"):
+    with pytest.raises(CheckpointError, match="TRANSFORMERS_OFFLINE is set"):
         provide()
 
 

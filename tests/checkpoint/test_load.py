@@ -18,9 +18,9 @@ from llmscale.checkpoint.inventory import find_checkpoints, list_checkpoints, re
 from llmscale.checkpoint.load import (
     check_nothing_is_dropped,
     check_same_scalars,
-    find_newest_good,
 )
 from llmscale.checkpoint.manifest import Checkpoint, History
+from llmscale.checkpoint.store import CheckpointStore
 from llmscale.checkpoint.tensor_files import Fragment, fill_fragments, load_index
 from llmscale.engine.collectives import Disks
 from llmscale.errors import CheckpointError
@@ -126,7 +126,7 @@ def _malicious_archive(evidence: Path) -> bytes:
 
 
 def newest_good(run: Path, report: Callable[[str], None] = lambda line: None) -> Checkpoint | None:
-    return find_newest_good(find_checkpoints(run), run, dist.group.WORLD, ONE_DISK, report)
+    return CheckpointStore(run, dist.group.WORLD, ONE_DISK, report).newest_whole(find_checkpoints(run))
 
 
 def test_the_newest_good_checkpoint_is_taken(save_steps: Callable, tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_run_of_which_only_abandoned_checkpoints_are_left_does_not_begin_anew(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     record_history(tmp_path / "run", History(2), tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match=r"elsewhere has no checkpoints. 1 abandoned ones can be named"):
+    with pytest.raises(CheckpointError, match=r"elsewhere has no checkpoints. 1 abandoned ones can be taken"):
         newest_good(tmp_path / "run")
 
 

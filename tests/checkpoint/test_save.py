@@ -108,7 +108,7 @@ def test_a_checkpoint_that_cannot_be_deleted_does_not_undo_the_save(
     monkeypatch.setattr(inventory, "delete_checkpoint", refuse)
     lines = save_steps(2, keep_last=1)
     assert lines[0].startswith("saved ")
-    assert "is saved, but not every checkpoint that --keep-last and --keep-every let go is deleted: " in lines[1]
+    assert "is saved, but not every checkpoint that expired is deleted: " in lines[1]
     assert "Permission denied" in lines[1]
     assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-00000002", "step-00000001"]
 

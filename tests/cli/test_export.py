@@ -14,7 +14,7 @@ from llmscale.checkpoint.inventory import record_history
 from llmscale.checkpoint.manifest import History
 from llmscale.cli.main import main
 from llmscale.evaluate.model_source import open_model
-from llmscale.training.run_folder import lock_run_folder
+from llmscale.files.folder_lock import lock_folder
 from scripts.bench.transformers_package import import_transformers
 from tests.conftest import REPOSITORY
 
@@ -191,7 +191,7 @@ def test_a_run_that_trains_is_exported_as_far_as_it_has_saved(trained_run: Path,
     run = tmp_path / "run"
     shutil.copytree(trained_run, run)
     shutil.copytree(run / "checkpoints/step-00000003", run / "checkpoints/.step-00000004.partial")
-    lock = lock_run_folder(run)
+    lock = lock_folder(run)
     try:
         assert main(["export", str(run), "--to", str(run / "hf")]) == 0
     finally:

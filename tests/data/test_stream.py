@@ -72,6 +72,26 @@ def test_a_state_of_another_stream_is_refused(tiny_set: Path, digits: Path) -> N
         open_for(tiny_set).load_state_dict({**state, "step": -1})
 
 
+def test_skipped_steps_are_left_out_for_good(tiny_set: Path) -> None:
+    def open_without(*skips: tuple[int, int]) -> Stream:
+        return api.open_stream(tiny_set, global_batch=12, micro_batch=2, seed=3, total_steps=9, skip_steps=skips)
+
+    def ids(stream: Stream, step: int) -> list[int]:
+        return [int(sample) for batch in stream.at(step) for sample in batch.sample_ids]
+
+    plain, skipping = open_without(), open_without((2, 4), (3, 4))
+    remaining = [0, 1, 4, 6, 7, 8]
+    assert [ids(skipping, step) for step in range(6)] == [ids(plain, step) for step in remaining]
+    state = plain.state_at(2)
+    skipping.load_state_dict(state)
+    assert skipping.step == 2
+    for wrong in (open_without((1, 2)), open_without()):
+        with pytest.raises(DataError, match="Steps that are done cannot be skipped"):
+            wrong.load_state_dict(skipping.state_at(3) if wrong.skipped == [] else state)
+    with pytest.raises(ConfigError, match=r"skip_steps = \(3, 3\)"):
+        open_without((3, 3))
+
+
 def test_sizes_that_do_not_fit_are_refused(tiny_set: Path) -> None:
     with pytest.raises(ConfigError, match=r"global_batch 12 is not a number of micro-batches of 5"):
         open_for(tiny_set, micro_batch=5)

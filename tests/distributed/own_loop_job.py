@@ -5,6 +5,8 @@ A cell is {"do": a function here without its first letter, ...}: its other value
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -157,7 +159,7 @@ def first_step(precision: str) -> dict[str, object]:
     masters = {key: view.local for key, view in state_views(engine).items() if key.startswith("master/")}
     torch.manual_seed(0)
     first = {f"master/{name}": param for name, param in Net().named_parameters()}
-    off = max(float((first[key].detach().flatten() - value).abs().max()) for key, value in masters.items())
+    off = max(float((first[key].detach().bfloat16().flatten() - value).abs().max()) for key, value in masters.items())
     return {"off": off, "scalars": group_scalars(engine)}
 
 
@@ -204,8 +206,42 @@ def buffers(folder: str) -> dict[str, object]:
     return {"lines": lines, "is_of_rank_0": bool(torch.equal(own, stored))}
 
 
-def refused() -> dict[str, object]:
-    return {"fp16": outcome(lambda: build(0, "fp16"))}
+def disks(folder: str) -> dict[str, object]:
+    """Nodes without a shared disk: every rank has a folder of its own."""
+    own = Path(folder) / f"node-{dist.get_rank()}"
+    engine = build(2)
+    checkpoints = api.Checkpoints(engine, own)
+    train(engine, 0, 2)
+    checkpoints.save(2)
+    after = train(engine, 2, 4)
+    files = sorted(path.name for path in (own / "checkpoints" / "step-00000002").glob("*.distcp"))
+    other = build(3, seed=1)
+    loaded = api.Checkpoints(other, own).load()
+    assert loaded is not None
+    again = train(other, 2, 4)
+    return {"files": files, "off": max(abs(a - b) for a, b in zip(after, again, strict=True))}
+
+
+#: Holds the lock of a folder until its input ends.
+HOLD = "import fcntl, sys; file = open(sys.argv[1], 'a'); fcntl.lockf(file, 2); print('held', flush=True); input()"
+
+
+def refused(folder: str) -> dict[str, object]:
+    """An engine, a place and a folder that cannot be used."""
+    engine = build(2)
+    run = Path(folder) / "held"
+    run.mkdir()
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(run / ".lock")], stdin=pipe, stdout=pipe) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        held = outcome(lambda: api.Checkpoints(engine, run))
+        holder.communicate(b"\n")
+    return {
+        "fp16": outcome(lambda: build(0, "fp16")),
+        "store": outcome(lambda: api.Checkpoints(engine, "s3://bucket/run")),
+        "held": held,
+    }
 
 
 def answer(cell: dict[str, Any], world: World) -> dict[str, object]:

@@ -16,7 +16,7 @@ import pytest
 from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.checkpoint.manifest import find_damage
 from llmscale.cluster.launch.ranks import descendants, process_state
-from llmscale.training.run_folder import lock_run_folder
+from llmscale.files.folder_lock import lock_folder
 from scripts.playground.kernel import command_line
 from tests import warm_start
 from tests.conftest import HANG_S, REPOSITORY, TRAIN, free_port
@@ -123,7 +123,7 @@ def test_sigterm_to_deepspeed_which_does_not_pass_it_on(start: Callable) -> None
     job.until_step(3)
     job.process.terminate()
     job.check_saved(f"stopped by the end of its launcher (deepspeed, process {job.process.pid})")
-    lock_run_folder(job.run).close()  # another start may have it
+    lock_folder(job.run).close()  # another start may have it
 
 
 def test_a_killed_data_worker_ends_the_run_with_one_line(start: Callable) -> None:
@@ -185,7 +185,7 @@ def test_every_signal_to_every_launcher(start: Callable, launcher: str, number: 
     job.until_step(3)
     job.process.send_signal(number)
     job.check_saved("stopped by ")
-    lock_run_folder(job.run).close()  # another start may have it
+    lock_folder(job.run).close()  # another start may have it
     assert launcher != "llmscale train" or job.process.returncode == (-9 if number == signal.SIGKILL else 0)
 
 

@@ -144,6 +144,16 @@ def test_a_checkpoint_of_0_1_0_continues_as_that_version_did(train_command: Call
     assert_same_losses(read_losses(tmp_path / "run"), expected)
 
 
+def test_a_checkpoint_of_0_2_0_continues_as_that_version_did(train_command: Callable, tmp_path: Path) -> None:
+    """tests/checkpoint/run-0.2.0 is of two ranks at stage 2, with Muon."""
+    shutil.copytree(REPOSITORY / "tests" / "checkpoint" / "run-0.2.0", tmp_path / "run")
+    flags = words("--n-layer 1 --n-head 2 --n-embd 8 --precision fp32 --lr 3e-3 --steps 8 --ds zero3 --optimizer muon")
+    output = run_ranks(train_command(*flags), 1)
+    assert "changed since" in output and "zero_stage 2 -> 3" in output
+    expected = {5: 5.420226097106934, 6: 5.395824432373047, 7: 5.386139869689941, 8: 5.364698886871338}
+    assert_same_losses(read_losses(tmp_path / "run"), expected)
+
+
 def test_a_changed_global_batch_goes_on_behind_the_last_sample(train: Train, trained: Path) -> None:
     forget_after(trained, 15)
     train("zero1", 1, "--global-batch-size", "4", "--allow-changed", "global_batch_size", "--steps", "24")

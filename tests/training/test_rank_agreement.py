@@ -20,7 +20,7 @@ import pytest
 from llmscale.data.shards.manifest import load_manifest
 from llmscale.data.shards.verify_shards import hash_file
 from llmscale.errors import ConfigError, DataError, LlmscaleError
-from llmscale.training.resume import Section, describe_differences, describe_ranks, find_differences
+from llmscale.training.rank_agreement import Section, describe_differences, describe_ranks, find_differences
 from tests.conftest import REPOSITORY, run_ranks
 
 #: What rank 1 is given beside rank 0's flags, and what the error then says.
@@ -125,7 +125,7 @@ def one_rank(places: dict[str, str]) -> dict[str, str | None]:
     from llmscale.config.run_arguments import parse_run_config
     from llmscale.engine.process_group import join_world
     from llmscale.errors import LlmscaleError
-    from llmscale.training import resume
+    from llmscale.training import rank_agreement
     from llmscale.training.run_folder import library_versions
     from llmscale.training.start import prepare_start
 
@@ -140,7 +140,7 @@ def one_rank(places: dict[str, str]) -> dict[str, str | None]:
                 del fixed[replaced]
         patches = {
             "SOURCES": mock.patch.object(llmscale, "__file__", places["sources"]),
-            "VERSION": mock.patch.object(resume, "library_versions", lambda: {**versions, "numpy": "1.0"}),
+            "VERSION": mock.patch.object(rank_agreement, "library_versions", lambda: {**versions, "numpy": "1.0"}),
             "NCCL": mock.patch.dict(os.environ, {"NCCL_ALGO": "Tree"}),
         }
         flags = [word for word in own if word not in patches]
@@ -148,7 +148,7 @@ def one_rank(places: dict[str, str]) -> dict[str, str | None]:
         run = prepare_start(parse_run_config([word for pair in fixed.items() for word in pair] + flags), 2)
         with patches.get(own[0] if own else "", mock.patch.dict(os.environ, {})):
             try:
-                resume.check_ranks_agree(run.on_cpu(), world)
+                rank_agreement.check_ranks_agree(run.on_cpu(), world)
                 heard[name] = None
             except LlmscaleError as error:
                 heard[name] = f"{type(error).__name__}: {error}"

@@ -14,6 +14,7 @@ import pytest
 from llmscale import __version__
 from llmscale.data.mixture import KEPT_NAME
 from llmscale.errors import ConfigError, DataError
+from llmscale.files.folder_lock import lock_folder
 from llmscale.training import run_folder
 from llmscale.training.run_folder import (
     FAILURE_NAME,
@@ -21,7 +22,6 @@ from llmscale.training.run_folder import (
     RunFolderClaim,
     clear_failure,
     create_run_folder,
-    lock_run_folder,
     open_start_text,
     record_failure,
     save_run_description,
@@ -110,7 +110,7 @@ def test_a_full_disk_refuses_a_new_run_and_lets_one_go_on(small_disk: Callable[[
     claim.give_up()
     assert sorted(os.listdir(disk)) == ["a", "ballast"]
     assert create_run_folder(run) == []
-    lock = lock_run_folder(run)
+    lock = lock_folder(run)
     with pytest.raises(ConfigError, match="Free some space"):
         save_run_description(run, {"lr": 2.0}, RESOLVED, {}, is_new=True)
     save_run_description(run, {"lr": 2.0}, RESOLVED, {}, is_new=False)

@@ -22,11 +22,12 @@ from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.cluster.hosts import place
 from llmscale.cluster.launch.attempt import AttemptRun, Outcome
 from llmscale.errors import ConfigError
+from llmscale.files.folder_lock import LOCK_NAME, lock_folder
 from llmscale.files.record_log import RecordLog
 from llmscale.report.run_list import notify_of_end
 from llmscale.terminal.human_numbers import count_nouns
 from llmscale.training.inputs import Inputs, PreparedRun, read_inputs
-from llmscale.training.run_folder import ATTEMPTS_NAME, LOCK_NAME, LOGS_NAME, RunFolderClaim, lock_run_folder
+from llmscale.training.run_folder import ATTEMPTS_NAME, LOGS_NAME, RunFolderClaim
 from llmscale.training.start import check_space, resolve_ranks, resolve_start
 from llmscale.training.stop_request import LAUNCH_VARIABLE
 from llmscale.training.watchdog import stacks_path
@@ -232,7 +233,7 @@ class Supervisor:
         is_shown = False
         while (self._run / LOCK_NAME).exists() and not self._stop_signals:
             try:
-                lock_run_folder(self._run).close()
+                lock_folder(self._run).close()
                 return
             except ConfigError as error:
                 if time.monotonic() - began_s > self._options.lost_after_s:

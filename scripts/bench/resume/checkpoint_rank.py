@@ -24,10 +24,11 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from llmscale.checkpoint.inventory import find_checkpoint
-from llmscale.checkpoint.load import find_damage_together, load_engine
+from llmscale.checkpoint.load import load_engine
 from llmscale.checkpoint.manifest import read_checkpoint
 from llmscale.checkpoint.run_state import RunState, load_run_state
 from llmscale.checkpoint.save import CheckpointSaver, Snapshot, copy_out
+from llmscale.checkpoint.store import CheckpointStore
 from llmscale.checkpoint.tensor_files import Fragment, FragmentSavePlanner, engine_fragments
 from llmscale.config.optimizers import ADAMW
 from llmscale.config.run_config import RunConfig
@@ -196,12 +197,13 @@ class CheckpointRank:
             if whose == "ours":
                 began = time.perf_counter()
                 checkpoint = find_checkpoint(self._folder / f"ours-{saved_by}")
-                damage = find_damage_together(read_checkpoint(checkpoint), self._world.control, self._world.disks)
+                store = CheckpointStore(self._folder / f"ours-{saved_by}", self._world.control, self._world.disks)
+                damage = store.find_damage(read_checkpoint(checkpoint))
                 if damage:
                     raise SystemExit(damage)
                 taken["verify_s"] = time.perf_counter() - began
                 state = load_run_state(checkpoint)
-                load_engine(engine, checkpoint, state, self._world.control, self._world.disks)
+                load_engine(engine, checkpoint, state.optimizer_scalars, self._world.control, self._world.disks)
                 set_scaler_state(engine, state.loss_scaler)
             elif whose == "dcp":
                 materialise_optimizer_state(engine)

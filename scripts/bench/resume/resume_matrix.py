@@ -243,7 +243,7 @@ def resume(engine: DeepSpeedEngine, source: Path, world: World) -> int:
     """Fill the engine from a run's newest checkpoint; return its step."""
     checkpoint = find_checkpoint(source)
     state = load_run_state(checkpoint)
-    load_engine(engine, checkpoint, state, world.control, world.disks)
+    load_engine(engine, checkpoint, state.optimizer_scalars, world.control, world.disks)
     set_scaler_state(engine, state.loss_scaler)
     return state.step
 

@@ -245,8 +245,8 @@ def test_a_run_that_is_in_use_is_waited_for_and_then_refused(stand_in: StandIn, 
     code = """
 import sys, time
 from pathlib import Path
-from llmscale.training.run_folder import lock_run_folder
-lock = lock_run_folder(Path(sys.argv[1]))
+from llmscale.files.folder_lock import lock_folder
+lock = lock_folder(Path(sys.argv[1]))
 print("locked", flush=True)
 time.sleep(float(sys.argv[2]))
 """
