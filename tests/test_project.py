@@ -266,11 +266,14 @@ def code_blocks(text: str) -> Iterator[str]:
     yield from re.findall(r"^```\w*\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
 
 
-def test_the_readme_begins_with_the_two_commands_a_picture_and_three_numbers() -> None:
+def test_the_readme_begins_with_clone_outcome_two_commands_a_picture_and_three_numbers() -> None:
     text = readme()
-    assert next(code_blocks(text)).split("\n")[:2] == ["./scripts/quickstart.sh", "./scripts/test.sh"]
+    clone, begin, *_ = code_blocks(text)
+    assert clone.startswith("git clone ")
+    assert begin.split("\n")[:2] == ["./scripts/quickstart.sh", "./scripts/test.sh"]
     assert "\nllmscale train --ds ds_configs/zero2.json --model tiny-muon-1m\n" in text
-    assert "![" not in text.split("```")[0], "no badges before the first command"
+    assert "![" not in text.partition(begin)[0], "no badges before the first command"
+    assert "predicts this" in text.partition(begin)[0], "a named model, with its cost"
     first_screen = "\n".join(text.splitlines()[:40])
     assert "](docs/images/resumed.png)" in first_screen
     assert len(re.findall(r"^\| .* \| \[.*\]\((?:scripts|docs)/.*\) \|$", first_screen, flags=re.MULTILINE)) >= 3
