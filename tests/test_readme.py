@@ -18,6 +18,8 @@ ELSEWHERE = re.compile(
     r"git clone |pip install |\./scripts/|deepspeed --hostfile |llmscale (?:doctor|launch) --hostfile "
 )
 NUM_TEXTS = 20
+#: A small dataset in place of the demo's, which quickstart.sh trains on.
+SMALL_DEMO = "llmscale data prepare --input my_texts --out data/python-stdlib --tokenizer bytes --seq-len 64"
 
 
 def readme() -> str:
@@ -85,7 +87,7 @@ def test_the_commands_run_in_a_fresh_clone(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(clone), "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     environment |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     printed = []
-    for command in runnable():
+    for command in (SMALL_DEMO, *runnable()):
         done = subprocess.run(
             ["bash", "-c", command],
             cwd=clone,
