@@ -57,10 +57,10 @@ def test_every_command_is_run_here_or_needs_other_machines() -> None:
 
 
 def test_plan_prints_the_comparison_that_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    (shown,) = [block for block in blocks() if block[0].startswith("$ llmscale plan ")]
-    printed = plan(shown[0].removeprefix("$ "), capsys).splitlines()
-    assert shown[1] == "..." and len(shown) > 4
-    assert [line for line in shown[2:] if line not in printed] == []
+    (block,) = [block for block in blocks() if block[0].startswith("$ llmscale plan ")]
+    printed = plan(block[0].removeprefix("$ "), capsys).splitlines()
+    assert block[1] == "..." and len(block) > 4
+    assert [line for line in block[2:] if line not in printed] == []
 
 
 def test_the_first_prediction_is_that_of_plan(capsys: pytest.CaptureFixture[str]) -> None:
