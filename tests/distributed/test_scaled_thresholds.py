@@ -158,11 +158,15 @@ def cell(**settings: Any) -> Settings:
     return {key: values[0] for key, values in CHOICES.items()} | settings
 
 
+def test_selective_checkpointing_at_stage_3(runs: Runs) -> None:
+    runs.check([cell(micro=2)])
+
+
+@pytest.mark.slow
 def test_some_cells(runs: Runs) -> None:
     """Take cells whose plain one is the same."""
     runs.check(
         [
-            cell(),
             cell(offload="both", tile=5),
             cell(split=2, mode="full"),
             cell(stage=2, offload="optimizer", mode="full"),
