@@ -7,6 +7,7 @@ function raises subclasses of LlmscaleError, whose text is for the user. Torch i
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,11 +17,14 @@ from llmscale.errors import ConfigError, LlmscaleError
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
 
     from llmscale.checkpoint.checkpoints import Checkpoints, Loaded
     from llmscale.checkpoint.elastic import elastic_checkpoints
     from llmscale.checkpoint.load_deepspeed import load_deepspeed
     from llmscale.checkpoint.module_weights import export_weights, read_weights
+    from llmscale.config.deepspeed.schema import Precision
     from llmscale.data.batch_sampler import BatchSampler, batch_sampler
     from llmscale.data.shards.manifest import Manifest
     from llmscale.data.shards.token_shards import TokenShards
@@ -30,18 +34,22 @@ if TYPE_CHECKING:
     from llmscale.engine.process_group import join_world as join_ranks
     from llmscale.engine.random_numbers import seed_step
     from llmscale.evaluate.model_source import ModelSource
+    from llmscale.numerics.own_engine import Checked, check_numerics
 
 __all__ = [
     "Batch",
     "BatchSampler",
+    "Checked",
     "Checkpoints",
     "Dataset",
     "LlmscaleError",
     "Loaded",
     "Stream",
     "batch_sampler",
+    "check_numerics",
     "elastic_checkpoints",
     "estimate",
+    "estimate_module",
     "export_weights",
     "initialize",
     "join_ranks",
@@ -57,10 +65,12 @@ __all__ = [
 _WITH_TORCH = {
     "Batch": ("llmscale.data.stream", "Batch"),
     "BatchSampler": ("llmscale.data.batch_sampler", "BatchSampler"),
+    "Checked": ("llmscale.numerics.own_engine", "Checked"),
     "Checkpoints": ("llmscale.checkpoint.checkpoints", "Checkpoints"),
     "Loaded": ("llmscale.checkpoint.checkpoints", "Loaded"),
     "Stream": ("llmscale.data.stream", "Stream"),
     "batch_sampler": ("llmscale.data.batch_sampler", "batch_sampler"),
+    "check_numerics": ("llmscale.numerics.own_engine", "check_numerics"),
     "elastic_checkpoints": ("llmscale.checkpoint.elastic", "elastic_checkpoints"),
     "export_weights": ("llmscale.checkpoint.module_weights", "export_weights"),
     "initialize": ("llmscale.engine.initialize", "initialize"),
@@ -145,6 +155,44 @@ def estimate(model: str, *, gpu: str, num_gpus: int = 1, num_nodes: int = 1, **k
     args = build_parser(words).parse_args(words)
     answer: Any = as_json(find_rows(read_request(args, read_gpus(args)[0])).values())
     return dict(answer)
+
+
+def estimate_module(
+    build: Callable[[], nn.Module],
+    example_batch: Mapping[str, Any] | Sequence[Any],
+    *,
+    gpu: str,
+    num_gpus: int = 1,
+    num_nodes: int = 1,
+    ds_config: Mapping[str, Any] | str | Path | None = None,
+    precision: Precision | None = None,
+    global_batch_size: int | None = None,
+    host_memory_gib: float | None = None,
+    optimizer: Callable[[nn.Module], Optimizer] | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+) -> dict[str, Any]:
+    """Return what `llmscale estimate --module --json` prints: the memory of a module's steps, simulated.
+
+    `build` makes the module, of which nothing is allocated; of the batch, a dict or a tuple, shapes and types count.
+    Without `ds_config` every ZeRO stage and offload is a row. `loss` takes the module's output: without it that is the
+    loss, has `.loss`, or begins with it. Without `optimizer` it is AdamW. Raises ConfigError.
+    """
+    from llmscale.cli.answers import as_json
+    from llmscale.cli.estimate_details import simulating
+    from llmscale.cli.flags import DEFAULT_INTERCONNECT
+    from llmscale.config.hardware import Cluster, get_gpu, get_interconnect
+    from llmscale.memory.breakdown import GIB
+
+    with simulating("estimate_module"):
+        from llmscale.dry_run.module import OwnModule
+        from llmscale.dry_run.module_rows import ask_for_module
+
+        module = OwnModule(build, example_batch, optimizer, loss)
+        host_bytes = None if host_memory_gib is None else int(host_memory_gib * GIB)
+        cluster = Cluster(get_gpu(gpu), num_gpus, get_interconnect(DEFAULT_INTERCONNECT), num_nodes, host_bytes)
+        answer = ask_for_module(module, cluster, ds_config, precision, global_batch_size)
+    values: Any = as_json(answer.values())
+    return dict(values)
 
 
 def open_dataset(data: str | Path, split: str = "train", cache: Path | None = None) -> Dataset:

@@ -127,11 +127,10 @@ def embedding(name: str, rows: int, width: int) -> Layer:
     return Layer(name, (Parameter("weight", (rows, width), "embedding"),))
 
 
-def layer_norm(name: str, width: int, *, bias: bool = True, affine: bool = True) -> Layer:
-    """Describe a layer norm over the last dimension; `affine`: with a weight."""
-    shapes = {"weight": affine, "bias": affine and bias}
-    parameters = tuple(Parameter(own, (width,), "vector") for own, is_there in shapes.items() if is_there)
-    return Layer(name, parameters, work=Work(elementwise=width))
+def layer_norm(name: str, width: int, *, bias: bool = True) -> Layer:
+    """Describe a layer norm over the last dimension."""
+    names = ("weight", "bias") if bias else ("weight",)
+    return Layer(name, tuple(Parameter(own, (width,), "vector") for own in names), work=Work(elementwise=width))
 
 
 def rms_norm(name: str, width: int) -> Layer:

@@ -62,7 +62,7 @@ def table(
 
 
 def _value(record: object, path: str) -> object:
-    """Return the attribute at a path such as `strategy.offload`; None if there is none on the way."""
+    """Return the attribute at a path such as `strategy.offload`; None where one on the way is None."""
     return reduce(lambda value, name: None if value is None else getattr(value, name), path.split("."), record)
 
 

@@ -40,6 +40,7 @@ _EXCLUSIVE = (
     ("--max-model", ("--ds", "--hf", *_OF_ROWS, PRICE, "--max-seq-len", *_SIZES)),
     ("--max-seq-len", (*_OF_ROWS, PRICE, "--global-batch-size")),
     ("--hf", ("--model",)),
+    ("--module", ("--hf", "--model")),
     ("--ds", ("--emit", "--all")),
     ("--json", _OF_TEXT),
 )
@@ -47,10 +48,11 @@ _EXCLUSIVE = (
 _OF_ONE_NETWORK = ("--hf", "--max-model", "--max-seq-len", *_OF_ROWS, PRICE)
 #: Flags that several values of --gpu exclude, because they concern one GPU.
 _OF_ONE_GPU = ("--hf", "--max-model", "--max-seq-len", *_OF_ROWS)
-#: Flags of this command without a meaning for a model of which only the states are known.
-_OF_OWN_MODEL = ("ds", "emit", "plot", "dry_run", *_TEXT_KEYS, "max_seq_len", "price_per_gpu_hour")
-#: Keys of a run that have one.
-_OF_STATES = ("model", "precision", "global_batch_size")
+#: Flags of this command without a meaning for a model that is only simulated.
+_OF_FORMULAS = ("plot", "dry_run", "all", "why", "explain", "max_model", "max_seq_len", "price_per_gpu_hour")
+#: Keys of a run that have one: for --module, and for --hf of a family that llmscale does not train.
+_OF_MODULE = ("precision", "global_batch_size", "activation_checkpointing")
+_OF_HF_MODULE = ("model", *_OF_MODULE, "micro_batch_size", "seq_len")
 
 
 def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
@@ -64,8 +66,12 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     group = parser.add_argument_group("model")
     add_model_flag(group)
     add_shape_flags(group)
-    text = "transformers config.json, its folder, or a name on the Hub; for families that llmscale does not train, "
-    flag(group, "--hf PATH|NAME", f"{text}model states only", nonblank)
+    text = "transformers config.json, its folder, or a name on the Hub; families that llmscale does not train are "
+    flag(group, "--hf PATH|NAME", f"{text}simulated", nonblank)
+    text = "function of yours that returns a torch module, such as my_model.py:build; its steps are simulated"
+    flag(group, "--module FILE:FUNCTION", text, nonblank)
+    text = "function of yours that returns a micro-batch for it: a dict or tuple of tensors"
+    flag(group, "--batch FILE:FUNCTION", text, nonblank)
     group = parser.add_argument_group("machines")
     add_machine_flags(group, num_gpus=ESTIMATED_GPUS, num_nodes=1, num_nodes_text="nodes", compares=True)
     text = "memory of one node, for offload; default: not checked"
@@ -77,6 +83,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     parser.needs = [
         Need(" ".join(others), f"with --gpu {LIST}", lambda args: args.gpu != [LIST]),
         Need("force nvme_path", "--emit FILE"),
+        Need("batch", "--module FILE:FUNCTION"),
         Need("interconnect", "--num-nodes of 2 or more", _compares_nodes),
     ]
     parser.set_defaults(handler=_run)
@@ -120,16 +127,33 @@ def _run(args: argparse.Namespace) -> int:
 
     gpus = read_gpus(args)
     prices = one_for_each(args, PRICE, len(gpus))
+    if args.module is not None:
+        from llmscale.cli.estimate_modules import answer_module
+
+        if args.batch is None:
+            raise ConfigError(
+                f"--module {args.module} needs --batch FILE:FUNCTION, which returns a micro-batch for it."
+            )
+        _check_simulated(args, f"--module {args.module}", "its rows are simulated", _OF_MODULE)
+        return answer_module(args, gpus[0])
     if args.hf is not None:
-        from llmscale.architecture.hf_config import load_hf_model
+        from llmscale.architecture.hf_config import check_is_trained, find_config
         from llmscale.config.hf_model import PREFIX
         from llmscale.untrusted.hub import without_prefix
 
         args.hf = without_prefix(f"--hf {args.hf}", args.hf, ConfigError)
-        model = load_hf_model(args.hf)
-        if model is not None:
-            _check_states_only(args)
-            return answers.answer_states(args, gpus[0], model)
+        source = f"--hf {args.hf}"
+        entries = find_config(args.hf, source).entries
+        try:
+            check_is_trained(entries, source)
+        except ConfigError as error:
+            from llmscale.cli.estimate_modules import answer_hf
+
+            if not isinstance(entries.get("model_type"), str):
+                raise
+            why = "llmscale does not train this model, and its rows are simulated"
+            _check_simulated(args, source, why, _OF_HF_MODULE)
+            return answer_hf(args, gpus[0], entries, error)
         args.model = f"{PREFIX}{args.hf}"
     if len(gpus) > 1:
         return answers.answer_gpus(args, gpus, prices)
@@ -152,19 +176,25 @@ def _check_combination(args: argparse.Namespace) -> None:
         for other in others:
             if _is_given(args, other):
                 raise ConfigError(f"{name} and {other} exclude each other. Drop one of them.")
-    if not (args.model or args.hf or args.max_model):
-        raise ConfigError("which model? Give --model PRESET (such as gpt2-1.5b), or --hf for one of transformers'.")
+    if not (args.model or args.hf or args.module or args.max_model):
+        raise ConfigError(
+            "which model? Give --model PRESET (such as gpt2-1.5b), --hf for transformers', or --module for yours."
+        )
 
 
 def _is_given(args: argparse.Namespace, name: str) -> bool:
     return getattr(args, name.removeprefix("--").replace("-", "_")) not in (None, False)
 
 
-def _check_states_only(args: argparse.Namespace) -> None:
-    for key in (*_OF_OWN_MODEL, *keys_asked_by("estimate"), *model_keys()):
+def _check_simulated(args: argparse.Namespace, what: str, why: str, legal: tuple[str, ...]) -> None:
+    """Raise ConfigError for a flag that a simulated model does not have."""
+    for key in (*_OF_FORMULAS, *keys_asked_by("estimate"), *model_keys()):
         name = f"--{key.replace('_', '-')}"
-        if key not in _OF_STATES and _is_given(args, name):
-            raise ConfigError(
-                f"{name} has no effect with --hf {args.hf}: llmscale does not train this family, and knows only its "
-                f"model states. Drop {name}."
-            )
+        if key not in legal and _is_given(args, name):
+            raise ConfigError(f"{name} has no effect with {what}: {why}. Drop {name}.")
+    if args.activation_checkpointing == "selective":
+        raise ConfigError(
+            f"--activation-checkpointing selective is llmscale's own, and not of {what}. Use full or none."
+        )
+    if args.interconnect == LIST:
+        raise ConfigError(f"--interconnect {LIST} has no effect with {what}: no speed is known. Drop it.")

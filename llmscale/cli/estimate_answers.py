@@ -9,9 +9,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from llmscale.architecture.hf_config import HFModel
 from llmscale.architecture.layers import ParameterTensors
-from llmscale.cli.answers import CATEGORIES, align, gib, show, table
+from llmscale.cli.answers import align, gib, show, table
 from llmscale.cli.estimate_details import detail_lines, dry_run_rows
 from llmscale.cli.estimate_rows import (
     EXIT_NOTHING_FITS,
@@ -27,16 +26,15 @@ from llmscale.cli.estimate_rows import (
     row_heads,
     row_lines,
 )
-from llmscale.cli.flags import PRICE, describe_data, given_keys, one_for_each, train_command
+from llmscale.cli.flags import PRICE, describe_data, one_for_each, train_command
 from llmscale.config.batch_plan import sequence_parallel_sizes
 from llmscale.config.bundled_files import DS_CONFIGS
 from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.describe_defaults import describe_parameters, describe_preset
-from llmscale.config.hardware import GPU, GPU_TABLE_HEAD, gpu_table_rows, usable_precision
+from llmscale.config.hardware import GPU, GPU_TABLE_HEAD, gpu_table_rows
 from llmscale.config.hf_model import is_published
 from llmscale.config.optimizers import ADAMW
 from llmscale.config.presets import PRESETS
-from llmscale.config.run_config import build_run_config
 from llmscale.config.user_paths import check_output_file, write_output_file
 from llmscale.errors import ConfigError
 from llmscale.memory.breakdown import GIB, format_size
@@ -50,13 +48,10 @@ from llmscale.planning.recommend import (
 from llmscale.planning.scaling import GPT3, scaling_family
 from llmscale.planning.search import (
     Candidate,
-    HFConfig,
     LargestModel,
     LongestSequences,
-    find_hf_configs,
     find_largest_models,
     find_longest,
-    most_room,
     strategy_ds_config,
     with_inputs_on_host,
 )
@@ -282,66 +277,6 @@ def answer_networks(args: argparse.Namespace, gpu: GPU) -> int:
         return 0
     print("Nothing fits: without --interconnect list the table says by how much.", file=sys.stderr)
     return EXIT_NOTHING_FITS
-
-
-_STATES_HEADS = {
-    "strategy.stage_words": "ZeRO",
-    "strategy.offload": "offload",
-    **{f"estimate.peak.{name}": head for name, head in CATEGORIES.items() if head not in ("activ", "logits")},
-    "estimate.allocated_bytes": "allocated",
-    "estimate.peak_moment": "peak in",
-    "verdict": "  room",
-    "host_bytes_per_node": "host",
-    "nvme_bytes_per_node": "NVMe",
-}
-
-
-def answer_states(args: argparse.Namespace, gpu: GPU, model: HFModel) -> int:
-    """Print the model states of a family that llmscale does not train; return 0 if they fit, else 1."""
-    config = build_run_config(given_keys(args, "estimate"))
-    cluster, precision = read_cluster(args, gpu), usable_precision(config.precision, gpu)
-    rows = find_hf_configs(model, cluster, precision, config.global_batch_size)
-    values = {
-        "model": {"name": model.name, "family": model.family, "num_parameters": model.num_parameters},
-        "unknown": model.unknown,
-        "gpu_bytes": cluster.gpu_bytes,
-        "rows": rows,
-    }
-    lines = [
-        f"{model.name}: {model.num_parameters:,} parameters ({model.family}), model states only",
-        f"on {cluster.in_words(f'{gpu.name} ({gpu.memory_gib:g} GiB)')}, {precision}",
-        "",
-        *table(_STATES_HEADS, rows),
-        "",
-        "GiB per GPU at the peak of parameters, gradients, optimizer states, buffers and temporaries.",
-        _accumulation(config.global_batch_size, rows[0]),
-        "room: bytes left for activations, logits and loss when the backward pass begins, after the allocator's",
-        f"reserve and the context, both assumed. {model.unknown[0].upper()}{model.unknown[1:]}.",
-        "",
-        _states_summary(rows),
-    ]
-    show(values, lines, is_json=args.json)
-    return 0 if any(row.fits for row in rows) else EXIT_NOTHING_FITS
-
-
-def _accumulation(global_batch_size: int | None, row: HFConfig) -> str:
-    """Return a note on gradient accumulation, which is assumed without --global-batch-size."""
-    if row.ds_config.gradient_accumulation_steps == 1:
-        return "one micro-step per step, as --global-batch-size has one sequence per GPU: no gradients are summed."
-    why = "" if global_batch_size else " (assumed: --global-batch-size says how many)"
-    return f"gradients of several micro-steps{why} are summed in {row.ds_config.grad_accum_dtype}."
-
-
-def _states_summary(rows: list[HFConfig]) -> str:
-    best, num_fitting = most_room(rows), sum(row.fits for row in rows)
-    stage, room = f"ZeRO stage {best.strategy.zero_stage}", format_size(abs(best.room_for_activations_bytes))
-    if not best.fits:
-        return (
-            f"Nothing fits, not even without activations: {stage} misses least, by {room} per GPU. More GPUs, or "
-            "another GPU."
-        )
-    offload = "without offload" if best.strategy.offload == "-" else f"with offload ({best.strategy.offload})"
-    return f"{num_fitting} of {len(rows)} rows fit; {stage} {offload} leaves most room for activations: {room}."
 
 
 def answer_largest(args: argparse.Namespace, gpu: GPU) -> int:

@@ -29,7 +29,7 @@ from llmscale.planning.search import Candidate
 from llmscale.planning.step_time import RATE_ERROR
 
 if TYPE_CHECKING:  # a plain estimate does not wait for what only --dry-run needs
-    from llmscale.dry_run.engine import DryRun
+    from llmscale.dry_run.simulate import DryRun
 
 
 def detail_lines(answer: RowsAnswer, args: argparse.Namespace, dry_runs: list[Comparison]) -> Iterator[str]:
@@ -198,8 +198,12 @@ class Comparison:
         }
 
 
-def compare_with_dry_run(fit: Candidate) -> Comparison:
-    """Run the real engine on fake tensors. Raises ConfigError without torch or DeepSpeed, and for NVMe offload."""
+@contextlib.contextmanager
+def simulating(flag: str) -> Iterator[None]:
+    """Import DeepSpeed for a simulation, and keep the answer's output free of other prints.
+
+    Raises ConfigError where DeepSpeed or torch is not installed.
+    """
     # DeepSpeed's logger writes to stdout, where the answer goes. Warnings are about fake tensors and old names.
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -209,7 +213,13 @@ def compare_with_dry_run(fit: Candidate) -> Comparison:
             quiet_libraries()
             import deepspeed  # noqa: F401
         except ImportError as error:
-            raise ConfigError(f"--dry-run needs {error.name}: `{install_command('train')}`.") from None
+            raise ConfigError(f"{flag} needs {error.name}: `{install_command('train')}`.") from None
+        yield
+
+
+def compare_with_dry_run(fit: Candidate) -> Comparison:
+    """Run the real engine on fake tensors. Raises ConfigError without torch or DeepSpeed, and for NVMe offload."""
+    with simulating("--dry-run"):
         from llmscale.dry_run.engine import dry_run
 
         return Comparison(fit, dry_run(fit.step, fit.cluster.gpu.capability))

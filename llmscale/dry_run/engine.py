@@ -1,144 +1,30 @@
-"""The dry run: the real DeepSpeed engine and our real model on fake tensors, and the memory that they allocate.
-
-Nothing is estimated: `build_engine` is the training run's, DeepSpeed's code runs line by line as rank 0 of any number
-of ranks, and every storage is followed from its allocation to its release. Not simulated: memory that waits for another
-CUDA stream, the CUDA context and NCCL's buffers.
-"""
+"""The dry run of a GPT: its training run's own engine and model, simulated."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import json
-import sys
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from types import FrameType
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llmscale.architecture.attention_kernels import ComputeCapability
-from llmscale.architecture.shape import GPTShape
+from llmscale.config.hardware import has_bf16
 from llmscale.config.resolve import ResolvedStep
 from llmscale.config.run_config import RunConfig
-from llmscale.dry_run.simulated_gpu import (
-    GPU,
-    cuda_kernels,
-    fake_gpu,
-    fake_row_counts,
-    fake_tensors_move,
-    fake_world,
-    kernel_workspace,
-)
-from llmscale.dry_run.tracker import Category, MemoryTracker
+from llmscale.dry_run.simulate import MOST_MICRO_STEPS, Attribution, DryRun, Simulation, refuse_nvme, simulate
+from llmscale.dry_run.simulated_gpu import GPU, fake_row_counts, flash_attention
+from llmscale.engine import optimizers
 from llmscale.engine.compilation import BlockCompiler
-from llmscale.engine.deepspeed_engine import build_engine, release_engine, set_learning_rate
-from llmscale.errors import ConfigError
-from llmscale.memory.breakdown import Breakdown
+from llmscale.engine.deepspeed_engine import build_engine, set_learning_rate
 from llmscale.memory.layers import most_rows
-
-_PARAMETERS, _GRADIENTS = Category.PARAMETERS, Category.GRADIENTS
-_BUCKETS, _TEMPORARIES = Category.BUCKETS, Category.TEMPORARIES
-
-#: Category of the memory that a function of DeepSpeed 0.19.8 or of ours allocates. The innermost function on the stack
-#: counts; without one the phase decides.
-_CATEGORIES: dict[tuple[str, str], Category] = {
-    # deepspeed/runtime/zero/stage_1_and_2.py
-    ("stage_1_and_2.py", "setup_buckets"): _BUCKETS,
-    ("stage_1_and_2.py", "allreduce_bucket"): _BUCKETS,
-    ("stage_1_and_2.py", "gradient_reduction_w_predivide"): _BUCKETS,
-    ("stage_1_and_2.py", "copy_grads_in_partition"): _GRADIENTS,
-    ("stage_1_and_2.py", "_build_compact_grad_partition_buffer"): _GRADIENTS,
-    ("stage_1_and_2.py", "_fill_param_grad_accum_attribute"): _GRADIENTS,
-    ("stage_1_and_2.py", "get_all_grad_tensors"): _GRADIENTS,
-    ("stage_1_and_2.py", "get_flat_partition"): _GRADIENTS,
-    ("stage_1_and_2.py", "_get_flat_partition_unpadded"): _GRADIENTS,
-    # deepspeed/runtime/zero/stage3.py and partition_parameters.py
-    ("stage3.py", "setup_buckets"): _BUCKETS,
-    ("stage3.py", "__avg_scatter_grads"): _BUCKETS,
-    ("stage3.py", "__avg_scatter_contiguous_grads"): _BUCKETS,
-    ("stage3.py", "_partitioned_buffers_all_gather"): _BUCKETS,
-    ("stage3.py", "partition_grads"): _GRADIENTS,
-    ("coalesced_collectives.py", "reduce_scatter_coalesced"): _BUCKETS,
-    ("partition_parameters.py", "all_gather_coalesced"): _PARAMETERS,
-    ("partition_parameters.py", "wait"): _PARAMETERS,
-    ("partition_parameters.py", "_partition_param_sec"): _PARAMETERS,
-    # deepspeed/runtime/engine.py: stage 0
-    ("engine.py", "allreduce_bucket"): _BUCKETS,
-    ("engine.py", "buffered_allreduce_fallback"): _BUCKETS,
-    ("utils.py", "all_gather_dp_groups"): _BUCKETS,
-    # llmscale/engine/deepspeed_patches.py: stage 0 in bf16
-    ("deepspeed_patches.py", "add"): _GRADIENTS,
-    ("deepspeed_patches.py", "hand_over"): _GRADIENTS,
-    ("loss.py", "forward"): Category.LOGITS,
-    ("adam.py", "_init_group"): Category.OPTIMIZER,
-    ("optimizers.py", "_momentum_of"): Category.OPTIMIZER,
-    ("checkpointing.py", "backward"): Category.ACTIVATIONS,
-}
-
-
-class Attribution:
-    """Finds a new storage's category by its caller and its shape."""
-
-    def __init__(self, shape: GPTShape) -> None:
-        self._table = shape.architecture.token_embedding.shape
-        self._logits = {shape.vocab_size, shape.padded_vocab_size}
-
-    def category_of(
-        self, tensor: Tensor, operator: torch._ops.OpOverload, arguments: tuple[object, ...]
-    ) -> Category | None:
-        """Return the category of the storage that is being allocated; None if unknown."""
-        frame: FrameType | None = sys._getframe(1)
-        in_backward = False
-        while frame is not None:
-            code = frame.f_code
-            category = _CATEGORIES.get((code.co_filename.rpartition("/")[2], code.co_name))
-            if category is not None:
-                return category
-            in_backward |= code.co_name == "_engine_run_backward"
-            frame = frame.f_back
-        if in_backward and tensor.shape == self._table:
-            # The tied embedding's gradient from the head, which waits for that of the lookup.
-            return Category.GRADIENTS
-        if tensor.dim() > 1 and tensor.shape[-1] in self._logits:
-            return Category.LOGITS
-        return None
-
+from llmscale.model import attention_context, gpt, layers
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
-
-#: Simulated optimizer steps; the last one is measured. ZeRO-3 records the order of the modules in the first micro-step
-#: and prefetches parameters by it later.
-_STEPS = 2
-
-#: Simulated micro-steps per optimizer step: the first one allocates buffers and the last one prepares the step. Those
-#: between allocate nothing else.
-_MOST_MICRO_STEPS = 2
-
-
-@dataclass(frozen=True)
-class DryRun:
-    """Live bytes of rank 0 in the last simulated step."""
-
-    resident: Breakdown
-    """Bytes between steps."""
-    forward: Breakdown
-    """Bytes at the peak of the forward passes."""
-    backward: Breakdown
-    """Bytes at the peak of the backward passes."""
-    step: Breakdown
-    """Bytes at the peak of the optimizer step."""
-    states: dict[str, Breakdown]
-    """Peaks without activations and logits, by phase: forward, backward, step."""
-    host_bytes: int
-    """Bytes of this rank in host memory between steps."""
-    seconds: float
-    """Seconds of the simulation."""
 
 
 def dry_run(
@@ -152,55 +38,29 @@ def dry_run(
 
     Raises ConfigError for NVMe offload, whose buffers are filled from files, and in a process that is part of a job.
     """
-    _refuse_nvme(resolved.ds_config)
+    refuse_nvme(resolved.ds_config)
     shape, plan = resolved.shape, resolved.plan
-    start = time.perf_counter()
-    micro_steps = min(plan.gradient_accumulation_steps, _MOST_MICRO_STEPS)
-    with contextlib.ExitStack() as stack:
-        rows = plan.tokens_per_forward * shape.experts_per_token
-        stack.enter_context(fake_row_counts(rows, most_rows(shape, rows, plan.ranks) if worst_load else rows))
-        tracker = _enter_simulation(stack, resolved, capability)
-        with tracker.phase("build", Category.OPTIMIZER):
-            engine = _build(resolved, micro_steps, compiler)
-        _label(engine, tracker)
-        _watch_gradients(engine, tracker)
-        gc.collect()
-        for _ in range(_STEPS):
-            tracker.restart()
-            _train_step(engine, tracker, shape, plan.micro_batch_size, micro_steps)
-            _label(engine, tracker)
-            gc.collect()
-        result = _measure(tracker, time.perf_counter() - start)
-        release_engine(engine)
-    return result
-
-
-def _refuse_nvme(ds_config: Mapping[str, object]) -> None:
-    if '"device": "nvme"' in json.dumps(ds_config):
-        raise ConfigError(
-            "a dry run cannot simulate offload to NVMe, whose buffers are filled from files. Without --dry-run it is "
-            'estimated; with "device": "cpu" it is simulated.'
-        )
-
-
-def _enter_simulation(
-    stack: contextlib.ExitStack, resolved: ResolvedStep, capability: ComputeCapability | None
-) -> MemoryTracker:
-    """Enter all patches in order. Leaving the stack restores everything."""
-    stack.enter_context(fake_gpu())
-    stack.enter_context(fake_world(resolved.plan.ranks.world_size))
-    stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-    stack.enter_context(fake_tensors_move())
-    stack.enter_context(cuda_kernels(capability))
-    return stack.enter_context(
-        MemoryTracker(
-            device=GPU,
-            classify=Attribution(resolved.shape).category_of,
-            workspace=kernel_workspace,
-            # Adafactor divides by the number of its steps, which is on the host. It offloads nothing.
-            number_elsewhere=0.0 if resolved.optimizer.steps_shards else 1.0,
-        )
+    rows = plan.tokens_per_forward * shape.experts_per_token
+    tables = {shape.architecture.token_embedding.shape}
+    simulation = Simulation(
+        world_size=plan.ranks.world_size,
+        micro_steps=min(plan.gradient_accumulation_steps, MOST_MICRO_STEPS),
+        attribution=Attribution(tables, {shape.vocab_size, shape.padded_vocab_size}),
+        capability=capability,
+        # Adafactor divides by the number of its steps, which is on the host. It offloads nothing.
+        number_elsewhere=0.0 if resolved.optimizer.steps_shards else 1.0,
     )
+
+    def forward(engine: DeepSpeedEngine) -> Tensor:
+        tokens = torch.zeros((plan.micro_batch_size, shape.seq_len + 1), dtype=torch.long, device=GPU)
+        loss: Tensor = engine(tokens[:, :-1], tokens[:, 1:])
+        return loss
+
+    patches = (
+        fake_row_counts(rows, most_rows(shape, rows, plan.ranks) if worst_load else rows),
+        gpt_kernels(capability),
+    )
+    return simulate(lambda: _build(resolved, simulation.micro_steps, compiler), forward, simulation, patches)
 
 
 def _build(resolved: ResolvedStep, micro_steps: int, compiler: BlockCompiler | None) -> DeepSpeedEngine:
@@ -216,65 +76,19 @@ def _build(resolved: ResolvedStep, micro_steps: int, compiler: BlockCompiler | N
     return engine
 
 
-def _train_step(
-    engine: DeepSpeedEngine, tracker: MemoryTracker, shape: GPTShape, micro_batch_size: int, micro_steps: int
-) -> None:
-    """Train a step like `llmscale.engine.train_step.train_step`, phase by phase."""
-    total = torch.zeros((), device=GPU)
-    for _ in range(micro_steps):
-        with tracker.phase("forward", Category.ACTIVATIONS):
-            tokens = torch.zeros((micro_batch_size, shape.seq_len + 1), dtype=torch.long, device=GPU)
-            loss = engine(tokens[:, :-1], tokens[:, 1:])
-        with tracker.phase("backward", Category.TEMPORARIES):
-            engine.backward(loss)
-            total += loss.detach()
-        with tracker.phase("step", Category.TEMPORARIES):
-            engine.step()
+@contextlib.contextmanager
+def gpt_kernels(capability: ComputeCapability | None = None) -> Iterator[None]:
+    """Let the GPT and its optimizers choose what they choose on a GPU of that compute capability."""
+    with (
+        mock.patch.object(gpt, "device_capability", lambda _: capability),
+        mock.patch.object(gpt, "has_flex_attention", lambda _: True),
+        mock.patch.object(attention_context, "attend_in_blocks", _attend_in_blocks),
+        mock.patch.object(layers, "sums_in_16_bit", lambda _: False),
+        mock.patch.object(optimizers, "has_bf16", lambda: has_bf16(capability)),
+    ):
+        yield
 
 
-def _label(engine: DeepSpeedEngine, tracker: MemoryTracker) -> None:
-    """Assign categories to the tensors that DeepSpeed keeps between steps."""
-    zero = engine.optimizer
-    parameters = list(engine.module.parameters())
-    by_category = {
-        Category.PARAMETERS: [*parameters, *(getattr(parameter, "ds_tensor", None) for parameter in parameters)],
-        Category.GRADIENTS: [
-            getattr(zero, "grad_partitions_flat_buffer", None),
-            *getattr(zero, "fp32_groups_gradients_flat", []),
-        ],
-        Category.BUCKETS: [
-            getattr(zero, "temp_grad_buffer_for_gpu_offload", None),
-            *(getattr(bucket, "buffer", None) for bucket in getattr(zero, "ipg_buckets", {}).values()),
-        ],
-    }
-    for category, tensors in by_category.items():
-        on_gpu = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.device == GPU]
-        tracker.assign([tensor for tensor in on_gpu if tensor.numel()], category)
-
-
-def _watch_gradients(engine: DeepSpeedEngine, tracker: MemoryTracker) -> None:
-    """Label each parameter's gradient as soon as autograd completes it, before DeepSpeed's hook releases it."""
-    for parameter in (parameter for parameter in engine.module.parameters() if parameter.requires_grad):
-
-        def label(parameter: torch.Tensor) -> None:
-            if parameter.grad is not None:
-                tracker.assign([parameter.grad], Category.GRADIENTS)
-
-        hooks = parameter._post_accumulate_grad_hooks or {}
-        theirs = dict(hooks)
-        hooks.clear()
-        parameter.register_post_accumulate_grad_hook(label)
-        hooks.update(theirs)
-
-
-def _measure(tracker: MemoryTracker, seconds: float) -> DryRun:
-    peaks, states = tracker.peaks(), tracker.peaks(Category.ACTIVATIONS, Category.LOGITS)
-    return DryRun(
-        resident=tracker.live,
-        forward=peaks["forward"],
-        backward=peaks["backward"],
-        step=peaks["step"],
-        states={name: states[name] for name in ("forward", "backward", "step")},
-        host_bytes=tracker.elsewhere_bytes,
-        seconds=seconds,
-    )
+def _attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, _mask: object) -> Tensor:
+    """Run FlexAttention as FlashAttention, which saves the same tensors."""
+    return flash_attention(query, key, value, is_causal=True)

@@ -1,4 +1,4 @@
-"""A GPU and ranks that DeepSpeed and torch take for real ones, in one process; all that is patched is restored.
+"""A GPU and ranks that look real to DeepSpeed and torch, in one process; all that is patched is restored.
 
 The GPU is the second CPU: fake tensors on `cpu:0` represent host memory and those on `cpu:1` the GPU's, so every
 `.to(...)`, `.cpu()` and pinned buffer in DeepSpeed is placed as on a real machine, and an operator over both fails as
@@ -36,11 +36,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmscale.architecture.attention_kernels import ComputeCapability, attention_kernel
-from llmscale.config.hardware import has_bf16
-from llmscale.engine import optimizers
 from llmscale.engine.process_group import leave_out_shared_memory_op
 from llmscale.errors import ConfigError
-from llmscale.model import attention_context, gpt, layers
 
 HOST = torch.device("cpu")
 GPU = torch.device("cpu", 1)
@@ -247,12 +244,19 @@ def fake_tensors_move() -> Iterator[None]:
             self.fake_device = value.fake_device
 
     def apply(self: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        for parameter in self.parameters(recurse):
-            with torch.no_grad():
-                parameter.data = function(parameter)
-        for buffer in self.buffers(recurse):
-            # A router's bias, which moves but stays in fp32.
-            buffer.data = function(buffer).to(buffer.dtype)
+        # As torch does: a child may convert its own tensors in another way.
+        if recurse:
+            for child in self.children():
+                child._apply(function)
+        for parameter in self._parameters.values():
+            if parameter is not None:
+                with torch.no_grad():
+                    converted = function(parameter)
+                if converted is not parameter:
+                    parameter.data = converted
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                self._buffers[name] = function(buffer)
         return self
 
     make_tensor = torch.tensor
@@ -303,11 +307,6 @@ def cuda_kernels(capability: ComputeCapability | None = None) -> Iterator[None]:
         mock.patch.object(F, "dropout", _dropout),
         mock.patch.object(F, "rms_norm", _rms_norm),
         mock.patch.object(torch, "log_softmax", _log_softmax),
-        mock.patch.object(gpt, "device_capability", lambda _: capability),
-        mock.patch.object(gpt, "has_flex_attention", lambda _: True),
-        mock.patch.object(attention_context, "attend_in_blocks", _attend_in_blocks),
-        mock.patch.object(layers, "sums_in_16_bit", lambda _: False),
-        mock.patch.object(optimizers, "has_bf16", lambda: has_bf16(capability)),
         _RealTensors(),
     ):
         yield
@@ -346,32 +345,44 @@ def _attention(
         padding = -head_dim % 8
         if padding:
             query, key, value = (F.pad(tensor, (0, padding)) for tensor in (query, key, value))
-        y = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+        y = flash_attention(query, key, value, dropout_p, is_causal=is_causal, scale=scale)
         return y[..., :head_dim] if padding else y
     if enable_gqa:
-        raise NotImplementedError("key-value heads are shared by FlashAttention alone, in 16 bit and without a mask")
+        # No other fused kernel shares key-value heads: torch repeats them for its plain one.
+        repeats = query.shape[1] // key.shape[1]
+        key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))
+        kernel = "math"
     if kernel == "efficient":
         for_backward = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
         if attn_mask is not None:
-            _refuse_other_masks(attn_mask, query)
-            attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+            attn_mask = _as_bias(attn_mask, query).expand(*query.shape[:3], key.shape[2])
         return _aten._scaled_dot_product_efficient_attention(
             query, key, value, attn_mask, for_backward, dropout_p, is_causal, scale=scale
         )[0]
     return _aten._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
 
 
-def _attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, _mask: object) -> Tensor:
-    """Run FlexAttention as FlashAttention, which saves the same tensors."""
-    scale = 1 / math.sqrt(query.shape[-1])
-    y: Tensor = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, False, scale=scale)[0]
+def flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, *, is_causal: bool, scale: float | None = None
+) -> Tensor:
+    """Run FlashAttention of [batch, n_head, t, head_dim], whose heads must be a multiple of 8 wide."""
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    y: Tensor = _aten._scaled_dot_product_flash_attention(query, key, value, dropout, is_causal, False, scale=scale)[0]
     return y
 
 
-def _refuse_other_masks(mask: Tensor, query: Tensor) -> None:
-    """Raise NotImplementedError for a mask that the kernel would copy (pad_bias in attention.cpp)."""
-    if mask.dtype != query.dtype or any(stride % 8 for stride in mask.stride()[:-1]):
-        raise NotImplementedError("only masks in the queries' type with row strides a multiple of 8 are routed")
+def _as_bias(mask: Tensor, query: Tensor) -> Tensor:
+    """Return a mask as the memory-efficient kernel reads it: in the queries' type, its rows a multiple of 8 long.
+
+    A copy where it is not so already (convert_boolean_attn_mask and pad_bias in attention.cpp). Raises
+    NotImplementedError for another type, as torch does.
+    """
+    if mask.dtype not in (torch.bool, query.dtype):
+        raise NotImplementedError(f"attn_mask is {mask.dtype}, and queries are {query.dtype}")
+    if mask.dtype == query.dtype and not any(stride % 8 for stride in mask.stride()[:-1]):
+        return mask
+    columns = mask.shape[-1]
+    return query.new_zeros((*mask.shape[:-1], _round_up(columns, 8)))[..., :columns]
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -385,10 +396,11 @@ def _rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     """Run `F.rms_norm` like CUDA's fused kernel (ATen/native/cuda/layer_norm_kernel.cu); under autocast in fp32."""
-    if weight is None:
-        raise NotImplementedError("only RMS norm with a weight is routed")
     if torch.is_autocast_enabled("cpu"):
-        input, weight = input.float(), weight.float()
+        input = input.float()
+        weight = None if weight is None else weight.float()
+    if weight is None:
+        weight = input.new_empty(0)
     return cast(Tensor, _FusedRMSNorm.apply(input, weight))
 
 
@@ -399,7 +411,8 @@ def _log_softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None, *, o
     """Run `torch.log_softmax` like its CUDA kernel, which reads 16 bit and writes fp32 (ATen/native/SoftMax.cpp)."""
     if input.dtype in _HALF and dtype == torch.float32:
         if torch.is_grad_enabled() and input.requires_grad:
-            raise NotImplementedError("log-softmax of 16 bit in fp32 is routed without gradients alone")
+            # With a copy that the kernel has not, and that is gone when it ends.
+            return _real_log_softmax(input.float(), dim)
         return torch.empty_like(input, dtype=dtype) if out is None else out
     return _real_log_softmax(input, dim, dtype=dtype, out=out)
 

@@ -31,7 +31,7 @@ Workspace = Callable[[torch._ops.OpOverload, tuple[object, ...]], Sequence[int]]
 Classify = Callable[[Tensor, torch._ops.OpOverload, tuple[object, ...]], "Category | None"]
 
 
-#: Storage of an event that is none's.
+#: Storage of an event without one.
 _NO_STORAGE = 0
 
 

@@ -248,6 +248,7 @@ class Activations:
         """Bytes that the embeddings and the first 0, 1, 2, ... blocks hold, without casts."""
         # DeepSpeed leaves the last two blocks' inputs on the GPU.
         newest = self.p.shape.n_layer - 2
+        saved: list[float]
         if self._offloads:
             saved = [float(self.p.x) if place >= newest else 0.0 for place in range(self.p.shape.n_layer)]
         else:

@@ -14,15 +14,13 @@ from operator import add
 from typing import ClassVar
 
 from llmscale.architecture.attention_kernels import ComputeCapability
-from llmscale.architecture.hf_config import HFModel
-from llmscale.architecture.layers import ParameterTensors
 from llmscale.config.batch_plan import ParallelLayout
 from llmscale.config.resolve import ResolvedStep
 from llmscale.memory.activations import Activations, Moment, OtherBlocks, estimate_activations
 from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.layers import Pass
 from llmscale.memory.states import Added, States
-from llmscale.memory.zero_setup import ZeroSetup, zero_setup
+from llmscale.memory.zero_setup import zero_setup
 from llmscale.memory.zero_stages import zero_states
 
 #: ASSUMED, not calibrated: the CUDA context, kernels and cuBLAS's work space take 0.5 to 1 GiB that no PyTorch counter
@@ -166,34 +164,6 @@ def step_activations(
 
 #: The rows of one table ask for the same again and again.
 _states = lru_cache(maxsize=256)(zero_states)
-
-
-@dataclass(frozen=True)
-class HFStates:
-    """One rank's memory for a transformers model, without activations."""
-
-    estimate: MemoryEstimate
-    begin_of_backward_bytes: int
-    """Bytes allocated when the activations are at their largest, with the gradients and buffers of that moment."""
-
-    def room_bytes(self, gpu_bytes: int) -> int:
-        """Return what a GPU has left for activations, logits and loss after reserve and context; may be negative."""
-        return int((gpu_bytes - CONTEXT_BYTES) / RESERVED_PER_ALLOCATED) - self.begin_of_backward_bytes
-
-
-def estimate_hf_states(model: HFModel, setup: ZeroSetup) -> HFStates:
-    """Estimate parameters, gradients, optimizer states, buffers and temporaries of a transformers model."""
-    tensors = ParameterTensors(model.architecture)
-    states = zero_states(tensors, setup)
-    added = {
-        "forward": states.forward_peak,
-        "backward": states.backward_peak(tensors),
-        "optimizer step": states.step,
-    }
-    moments = {name: states.resident + most.breakdown for name, most in added.items()}
-    begin = states.resident + states.in_backward(0).with_more(Added(gradients=states.waiting_bytes)).breakdown
-    estimate = MemoryEstimate(moments, math.ceil(states.host_bytes), math.ceil(states.nvme_bytes))
-    return HFStates(estimate, begin.total_bytes)
 
 
 def find_moments(states: States, activations: Activations) -> dict[str, Breakdown]:

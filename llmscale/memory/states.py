@@ -134,11 +134,6 @@ class Gathered:
         """While DeepSpeed takes the last gradients."""
         return self._live[len(self._complete) - 1]
 
-    @property
-    def largest_place(self) -> int:
-        """Place of the forward pass's peak."""
-        return max(range(len(self.forward)), key=self.forward.__getitem__)
-
 
 @dataclass
 class States:
@@ -155,8 +150,6 @@ class States:
     before: Added = NOTHING
     """From the beginning of a forward pass: what earlier micro-steps have left."""
     gathered: Gathered | None = None
-    waiting_bytes: float = 0.0
-    """Bytes of a tied table's gradient from the head, until the look-up's is there."""
     trained: Callable[[float], float] = float
     """Return how many of a number of gradients belong to trained parameters."""
     moving_bytes: float = 0.0
@@ -217,21 +210,3 @@ class States:
         else:
             gathered = self.gathered.peak(complete)
         return added._replace(parameters=added.parameters + gathered)
-
-    @property
-    def forward_peak(self) -> Added:
-        """Largest addition in a forward pass."""
-        if self.gathered is None:
-            return self.before
-        return self.in_forward(self.gathered.largest_place)
-
-    def backward_peak(self, tensors: ParameterTensors) -> Added:
-        """Return the largest addition in a backward pass."""
-        complete = 0
-        moments = [self.end, self.in_backward(0)]
-        for place, layer in enumerate(layers_in_order(tensors)):
-            handing = sum(tensor.elements for tensor in layer)
-            if place or not tensors.tied:
-                moments += [self.in_backward(complete), self.in_backward(complete, handing)]
-            complete += handing
-        return largest_addition(moments)

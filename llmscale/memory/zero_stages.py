@@ -29,7 +29,6 @@ def zero_states(tensors: ParameterTensors, setup: ZeroSetup, recomputes: bool = 
     """
     sharding = Sharding(tensors, setup)
     states = _states_of_stage(sharding, recomputes)
-    states.waiting_bytes = sharding.waiting_bytes
     # Steps of earlier micro-steps update nothing, and leave what the next forward pass finds.
     states.step = largest_addition([states.step, states.before])
     if tensors.frozen:

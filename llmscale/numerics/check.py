@@ -1,6 +1,6 @@
 """Check an engine on this rank: a few steps of the run's own block, every link of each step by itself.
 
-A run is checked in its precision and in fp32. What is wrong is repeated with other settings until one makes the
+A run is checked in its precision and in fp32. A wrong step is repeated with other settings until one makes the
 difference.
 
 Loss and gradient are compared with a plain GPT in fp64 at the weights of the step. Their bound is what rounding
@@ -33,13 +33,13 @@ from llmscale.engine.train_step import PhaseTimer, train_step
 from llmscale.engine.zero_shards import refresh_low_precision_weights, weights_to_fill
 from llmscale.errors import ConfigError
 from llmscale.model.experts import Router
+from llmscale.model.gpt import Block as GPTBlock
 from llmscale.numerics.block import Block, Case, Share, cut_block, first_weights, global_batch, share_of, with_clipping
 from llmscale.numerics.links import (
     DTYPES,
     LINKS,
     UNIT,
     Finding,
-    LinkJudge,
     MeanGradients,
     PlainMean,
     Watched,
@@ -49,6 +49,7 @@ from llmscale.numerics.links import (
 from llmscale.numerics.plain import PlainGPT, check_is_plain
 from llmscale.numerics.probe import Probe, choose_strides, select
 from llmscale.numerics.report import LAST, Pass, Report, Row, Try, as_row, worst_rows
+from llmscale.numerics.run_update import RunJudge, WatchedRun, watch_run
 from llmscale.planning.compilation import decide_compilation
 
 if TYPE_CHECKING:
@@ -123,9 +124,9 @@ def _check_steps(
     resolved, findings = block.resolved, []
     weights.load_into(engine)
     complete = frozenset(name for name, stride in weights.strides.items() if stride == 1)
-    watched = Watched(block.config, resolved, world.control, weights.strides, complete)
-    probe = Probe(engine, weights.strides, is_compiled=is_compiled)
-    judge = LinkJudge(watched, probe, steps_counted=0)
+    watched = watch_run(block.config, resolved, world.control, weights.strides, complete)
+    probe = Probe(engine, weights.strides, graphs=GPTBlock if is_compiled else None)
+    judge = RunJudge(watched, probe, steps_counted=0)
     for step in range(case.steps):
         share = share_of(world.rank, resolved, global_batch(step, resolved))
         if step:
@@ -185,14 +186,14 @@ class _Weights:
 
     def read_from(self, engine: DeepSpeedEngine, watched: Watched) -> None:
         """Take over the engine's master weights, and its routers' biases, whose rule is a sign. Collective."""
-        if watched.resolved.zero_stage:
+        if watched.facts.zero_stage:
             for name in self.trained:
                 self.values[name].zero_()
         for views in weights_to_fill(engine):
             for name, view in views.items():
                 if name in self.trained:
                     self.values[name].view(-1)[view.start : view.start + view.local.numel()] = view.local.cpu()
-        if watched.resolved.zero_stage:
+        if watched.facts.zero_stage:
             for name in self.trained:
                 watched.sum(self.values[name])
         routers = (module for module in engine.module.modules() if isinstance(module, Router))
@@ -313,7 +314,7 @@ def _pool_of(name: str) -> str:
 class _Comparison:
     """Compares the engine's mean gradients with the plain model's, while a judge asks for one after the other."""
 
-    def __init__(self, watched: Watched, truth: Gradients, near: Gradients, starts: Mapping[str, int]) -> None:
+    def __init__(self, watched: WatchedRun, truth: Gradients, near: Gradients, starts: Mapping[str, int]) -> None:
         self._watched, self._truth, self._near = watched, truth, near
         ranks = watched.resolved.plan.ranks
         self._is_divided = ranks.sequence_parallel_size > 1 or ranks.expert_parallel_size > 1

@@ -19,8 +19,13 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from llmscale.engine.loss_scale import loss_scale
-from llmscale.engine.zero_layout import ParameterShard, held_range, inner_optimizer, parameter_shards
-from llmscale.model.gpt import Block
+from llmscale.engine.zero_layout import (
+    ParameterShard,
+    held_range,
+    inner_optimizer,
+    named_parameters,
+    parameter_shards,
+)
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -61,6 +66,10 @@ class Piece:
     states_after: dict[str, Tensor]
     count: int
     """Steps that the optimizer has counted before this one."""
+    flat: Tensor
+    """The tensor that the optimizer steps, of which these elements are a part."""
+    settings: dict[str, object]
+    """Settings of its group at this step."""
 
 
 def shards_to_step(
@@ -77,15 +86,18 @@ def shards_to_step(
 class Probe:
     """Watches an engine until `close`; call `reset` before each step."""
 
-    def __init__(self, engine: DeepSpeedEngine, strides: Mapping[str, int], *, is_compiled: bool) -> None:
+    def __init__(
+        self, engine: DeepSpeedEngine, strides: Mapping[str, int], *, graphs: type[torch.nn.Module] | None = None
+    ) -> None:
+        """strides: the parameters to watch; graphs: kind of modules that are compiled, each as a whole."""
         self.engine, self.strides = engine, strides
-        self.parameters = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+        self.parameters = {name: p for name, p in named_parameters(engine) if name in strides}
         self.starts = {name: held_range(p)[0] for name, p in self.parameters.items()}
         self._shards = list(parameter_shards(engine))
         self._handles: list[RemovableHandle] = []
         self._inner = inner_optimizer(engine)
         self._step: Callable[..., object] = self._inner.step
-        self._watch(is_compiled)
+        self._watch(graphs)
         self.reset()
 
     def reset(self) -> None:
@@ -106,17 +118,16 @@ class Probe:
             handle.remove()
         self._inner.step = self._step  # type: ignore[assignment, method-assign]
 
-    def _watch(self, is_compiled: bool) -> None:
+    def _watch(self, graphs: type[torch.nn.Module] | None) -> None:
         model = self.engine.module
         names = {id(p): name for name, p in self.parameters.items()}
         self._handles.append(model.register_forward_pre_hook(self._begin_micro_batch))
         self._handles += [p.register_hook(self._gradient_hook(name)) for name, p in self.parameters.items()]
-        compiled = {
-            inner for block in model.modules() if is_compiled and isinstance(block, Block) for inner in block.modules()
-        }
+        graph_modules = [module for module in model.modules() if graphs is not None and isinstance(module, graphs)]
+        compiled = {inner for graph in graph_modules for inner in graph.modules()}
         for module in model.modules():
             # After DeepSpeed's hooks, which gather the weights. A graph has no room for hooks: its block is watched.
-            is_graph = module in compiled and isinstance(module, Block)
+            is_graph = module in graph_modules
             if module in compiled and not is_graph:
                 continue
             own = [(names[id(p)], p) for p in module.parameters(recurse=is_graph) if id(p) in names]
@@ -170,7 +181,13 @@ class Probe:
             after=before,
             states_after=states,
             count=int(self._inner.state.get(shard.flat, {}).get("step", 0)),
+            flat=shard.flat,
+            settings=self._settings(shard.flat),
         )
+
+    def _settings(self, flat: Tensor) -> dict[str, object]:
+        group = next(group for group in self._inner.param_groups if any(p is flat for p in group["params"]))
+        return {key: value for key, value in group.items() if key != "params"}
 
     def _select(self, shard: ParameterShard, flat: Tensor) -> Tensor:
         return select(shard.view(flat).local, shard.start, self.strides[shard.name])[0].float().clone()
@@ -178,8 +195,8 @@ class Probe:
     def _states(self, shard: ParameterShard) -> dict[str, Tensor]:
         states = {}
         for key, value in self._inner.state.get(shard.flat, {}).items():
-            if isinstance(value, Tensor) and value.numel() == shard.flat.numel():
+            if isinstance(value, Tensor) and value.dim() and value.numel() == shard.flat.numel():
                 states[key] = self._select(shard, value)
-            elif isinstance(value, Tensor):
-                states[key] = value.detach().clone()
+            elif isinstance(value, Tensor | int | float):
+                states[key] = torch.as_tensor(value).detach().clone()
         return states

@@ -21,6 +21,7 @@ from llmscale.planning.search import (
     OFFLOADS,
     STAGES,
     Candidate,
+    Fit,
     Strategy,
     Trial,
     change_strategy,
@@ -55,7 +56,7 @@ class Recommendation:
 class Change:
     """A run that fits, and its differences from one that does not."""
 
-    fit: Candidate
+    fit: Fit
     words: tuple[str, ...]
     """Changes, as flags and ds_config keys."""
 
@@ -63,7 +64,7 @@ class Change:
         return f"{' and '.join(self.words)} ({format_size(self.fit.spare_bytes)} to spare)"
 
 
-def recommend(fits: Sequence[Candidate], tokens_per_second: Sequence[float | None]) -> Recommendation | None:
+def recommend(fits: Sequence[Fit], tokens_per_second: Sequence[float | None]) -> Recommendation | None:
     """Return the fastest row that fits; of rows about as fast, the simplest. None if nothing fits.
 
     Rows without MARGIN are taken only where no row has it.
@@ -80,22 +81,22 @@ def recommend(fits: Sequence[Candidate], tokens_per_second: Sequence[float | Non
     return Recommendation(chosen, _why(fits[chosen], len(fitting), len(near), known_rate=best > 0))
 
 
-def _complexity(fit: Candidate) -> tuple[int, int, bool, int, int, int, int]:
+def _complexity(fit: Fit) -> tuple[int, int, bool, int, int, int, int]:
     """Return a sort key: less offload, less recomputation, not small, lower stage, larger micro-batch."""
     strategy = fit.strategy
     offload = (strategy.offload_optimizer, strategy.offload_param)
     return (
         OFFLOADS.index(offload) if offload in OFFLOADS else len(OFFLOADS),
         CHECKPOINTING.index(strategy.activation_checkpointing),
-        fit.plan.micro_batch_size * fit.plan.seq_len < SMALLEST_MICRO_BATCH_TOKENS,
+        fit.micro_batch_tokens < SMALLEST_MICRO_BATCH_TOKENS,
         strategy.zero_stage,
         strategy.zero_hpz_partition_size,
-        -fit.plan.micro_batch_size,
+        -fit.micro_batch_size,
         -fit.spare_bytes,
     )
 
 
-def _why(fit: Candidate, num_fitting: int, num_near: int, *, known_rate: bool) -> str:
+def _why(fit: Fit, num_fitting: int, num_near: int, *, known_rate: bool) -> str:
     spare = f"leaves {format_size(fit.spare_bytes)} of each GPU free"
     if not fit.has_margin:
         spare += f", and no row leaves the margin of {MARGIN:.0%}: try it for some steps before you count on it"

@@ -9,20 +9,17 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import ClassVar, cast
 
-from llmscale.architecture.hf_config import HFModel
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import BatchPlan, ParallelLayout, build_batch_plan, cheapest_micro_batches
-from llmscale.config.deepspeed.resolve import DsConfig, parse_ds_config, resolve_ds_config
-from llmscale.config.deepspeed.schema import CheckpointingMode, OffloadDevice, Precision, ResolvedDsConfig
+from llmscale.config.deepspeed.resolve import DsConfig, parse_ds_config
+from llmscale.config.deepspeed.schema import CheckpointingMode, OffloadDevice, Precision
 from llmscale.config.hardware import Cluster
-from llmscale.config.optimizers import ADAMW
 from llmscale.config.resolve import ResolvedStep
 from llmscale.errors import ConfigError
 from llmscale.limits import MAX_SEQ_LEN
 from llmscale.memory.breakdown import GIB
-from llmscale.memory.estimate import MemoryEstimate, estimate_hf_states, estimate_least, estimate_memory
+from llmscale.memory.estimate import MemoryEstimate, estimate_least, estimate_memory
 from llmscale.memory.host_bytes import pinned_bytes
-from llmscale.memory.zero_setup import ZeroSetup
 from llmscale.planning.scaling import GPT3, LARGEST_WIDTH, WIDTH_MULTIPLE, interpolated_shape, preset_below
 
 STAGES = (0, 1, 2, 3)
@@ -165,25 +162,28 @@ def _checked(config: dict[str, object], source: str) -> DsConfig | None:
         return None
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A step on the machines that it would run on, and its memory there."""
+class Fit:
+    """Memory of some step of training on the machines that it would run on."""
 
-    step: ResolvedStep
     estimate: MemoryEstimate
     cluster: Cluster
 
     @property
-    def ds(self) -> DsConfig:
-        return self.step.ds
-
-    @property
-    def plan(self) -> BatchPlan:
-        return self.step.plan
-
-    @property
     def strategy(self) -> Strategy:
-        return strategy_of(self.step.ds, self.step.checkpointing)
+        raise NotImplementedError
+
+    @property
+    def micro_batch_size(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def save_bytes_per_node(self) -> int:
+        """Return the host memory of a checkpoint's copy on a node; 0 where none is made."""
+        return 0
 
     @property
     def spare_bytes(self) -> int:
@@ -194,23 +194,6 @@ class Candidate:
     def host_bytes_per_node(self) -> int:
         """Return the host memory of offloaded states on a node, without the processes."""
         return self.estimate.host_bytes * self.cluster.gpus_per_node
-
-    @cached_property
-    def save_bytes_per_node(self) -> int:
-        """Return the host memory of a checkpoint's copy on a node, from which it is written in the background.
-
-        Every rank copies its shards; at stage 0 these are the complete states. Copies from a GPU are page-locked.
-        """
-        step = self.step
-        cluster = self.cluster
-        copies = cluster.gpus_per_node if step.zero_stage == 0 else 1 / cluster.num_nodes
-        checkpoint = copies * step.stored_optimizer.checkpoint_bytes(step.shape.architecture)
-        if step.engine_config.zero.offload_optimizer.device != "none":
-            return round(checkpoint)
-        width = step.stored_optimizer.groups[0].master_bytes
-        pieces = cluster.world_size if step.zero_stage == 3 else 1
-        sizes = [width * tensor.elements / pieces for tensor in step.tensors.trainable]
-        return round(checkpoint * sum(map(pinned_bytes, sizes)) / sum(sizes))
 
     @property
     def nvme_bytes_per_node(self) -> int:
@@ -271,6 +254,51 @@ class Candidate:
         return f"  {self.spare_bytes / GIB:.1f} free{tight}"
 
 
+@dataclass(frozen=True)
+class Candidate(Fit):
+    """A step on the machines that it would run on, and its memory there."""
+
+    step: ResolvedStep
+    estimate: MemoryEstimate
+    cluster: Cluster
+
+    @property
+    def ds(self) -> DsConfig:
+        return self.step.ds
+
+    @property
+    def plan(self) -> BatchPlan:
+        return self.step.plan
+
+    @property
+    def strategy(self) -> Strategy:
+        return strategy_of(self.step.ds, self.step.checkpointing)
+
+    @property
+    def micro_batch_size(self) -> int:
+        return self.plan.micro_batch_size
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        return self.plan.micro_batch_size * self.plan.seq_len
+
+    @cached_property
+    def save_bytes_per_node(self) -> int:
+        """Return the host memory of a checkpoint's copy on a node, from which it is written in the background.
+
+        Every rank copies its shards; at stage 0 these are the complete states. Copies from a GPU are page-locked.
+        """
+        step, cluster = self.step, self.cluster
+        copies = cluster.gpus_per_node if step.zero_stage == 0 else 1 / cluster.num_nodes
+        checkpoint = copies * step.stored_optimizer.checkpoint_bytes(step.shape.architecture)
+        if step.engine_config.zero.offload_optimizer.device != "none":
+            return round(checkpoint)
+        width = step.stored_optimizer.groups[0].master_bytes
+        pieces = cluster.world_size if step.zero_stage == 3 else 1
+        sizes = [width * tensor.elements / pieces for tensor in step.tensors.trainable]
+        return round(checkpoint * sum(map(pinned_bytes, sizes)) / sum(sizes))
+
+
 def evaluate(step: ResolvedStep, cluster: Cluster) -> Candidate:
     """Estimate a step's memory on a cluster."""
     return Candidate(step, estimate_memory(step, cluster.gpu.capability), cluster)
@@ -316,7 +344,7 @@ def try_strategies(
 ) -> list[Trial]:
     """Return the run with every strategy that DeepSpeed can train in its precision, in these modes of checkpointing.
 
-    Raises ConfigError if there is none.
+    Raises ConfigError if it can train none.
     """
     step = trial.step
     divides = step.plan.ranks.expert_parallel_size > 1
@@ -368,63 +396,6 @@ def _bisect(step: ResolvedStep, cluster: Cluster, sizes: Sequence[int]) -> Candi
         else:
             high = middle
     return best
-
-
-@dataclass(frozen=True)
-class HFConfig:
-    """A ds_config for a transformers model, of which only the states are known."""
-
-    DERIVED: ClassVar = ("fits",)
-
-    strategy: Strategy
-    estimate: MemoryEstimate
-    room_for_activations_bytes: int
-    """Bytes left for activations, negative if the states do not fit."""
-    ds_config: ResolvedDsConfig = field(repr=False)
-    host_bytes_per_node: int
-    nvme_bytes_per_node: int
-
-    @property
-    def fits(self) -> bool:
-        return self.room_for_activations_bytes > 0
-
-    @property
-    def verdict(self) -> str:
-        """Return the room for activations, or the bytes that the states are too large."""
-        room = abs(self.room_for_activations_bytes) / GIB
-        return f"  {room:,.1f}" if self.fits else f"  no, {room:,.1f} over"
-
-
-def find_hf_configs(
-    model: HFModel, cluster: Cluster, precision: Precision, global_batch_size: int | None
-) -> list[HFConfig]:
-    """Return every stage and offload that DeepSpeed can train, without activation checkpointing."""
-    ranks = ParallelLayout(cluster.world_size)
-    # The states depend only on whether there is accumulation; most runs have it.
-    plan = build_batch_plan(
-        global_batch_size=global_batch_size or 2 * ranks.data_parallel_size, ranks=ranks, seq_len=1, micro_batch_size=1
-    )
-    configs = []
-    for ds, mode in legal_strategies(precision, DEFAULT_NVME_PATH, ("none",)):
-        resolved = ResolvedDsConfig.model_validate(resolve_ds_config(ds, model, plan))
-        states = estimate_hf_states(model, ZeroSetup(resolved, ranks.world_size, ADAMW))
-        estimate = states.estimate
-        room = states.room_bytes(cluster.gpu_bytes)
-        spare = cluster.gpu_bytes - estimate.total_bytes
-        if spare < 0:
-            room = min(room, spare)
-        else:
-            room = room
-        host, nvme = (size * cluster.gpus_per_node for size in (estimate.host_bytes, estimate.nvme_bytes))
-        configs.append(HFConfig(strategy_of(ds, mode), estimate, room, resolved, host, nvme))
-    return configs
-
-
-def most_room(configs: list[HFConfig]) -> HFConfig:
-    """Return the config with most room for activations, without offload if one fits; else the nearest."""
-    fitting = [config for config in configs if config.fits]
-    on_gpu = [config for config in fitting if config.strategy.offload == "-"]
-    return max(on_gpu or fitting or configs, key=lambda config: config.room_for_activations_bytes)
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,12 @@ from llmscale.evaluate.generate import SamplingSettings, encode_prompt, generate
 from llmscale.evaluate.scoring import Row, RowScore, batches_by_length, in_order, score_batch
 from llmscale.evaluate.tasks import EncodedTask, TaskFile, encode_task
 from llmscale.files.atomic_write import write_durably
-from llmscale.numerics.links import LINKS, Finding, LinkJudge, MeanGradients, Watched, first_wrong
+from llmscale.model.gpt import Block
+from llmscale.numerics.links import LINKS, Finding, MeanGradients, first_wrong
 from llmscale.numerics.plain import check_is_plain
 from llmscale.numerics.probe import Probe, choose_strides
 from llmscale.numerics.report import as_row, describe_wrong, worst_rows
+from llmscale.numerics.run_update import RunJudge, watch_run
 from llmscale.terminal.human_numbers import count_nouns
 from llmscale.training.inputs import parse_profiled
 from llmscale.training.live_run import Engine, Run, RunIO, StepAction, StepResult
@@ -98,9 +100,10 @@ class CheckNumerics(StepAction):
         num_copied = sum(-(-count // strides[name]) for name, count in elements.items())
         self._share = num_copied / sum(elements.values())
         complete = _first_matrices(elements, strides)
-        self._watched = Watched(run.config, run.resolved, run.world.control, strides, complete)
-        self._probe = Probe(self._engine.deepspeed, strides, is_compiled=self._engine.compiler is not None)
-        self._judge = LinkJudge(self._watched, self._probe, steps_counted=0 if run.state is None else None)
+        self._watched = watch_run(run.config, run.resolved, run.world.control, strides, complete)
+        graphs = None if self._engine.compiler is None else Block
+        self._probe = Probe(self._engine.deepspeed, strides, graphs=graphs)
+        self._judge = RunJudge(self._watched, self._probe, steps_counted=0 if run.state is None else None)
         self._io.report(
             f"--check-numerics copies {self._share:.0%} of the weights and their gradients: "
             f"{4 * num_copied * copies / 2**30:.2f} GiB a rank"

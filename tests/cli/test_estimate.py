@@ -24,14 +24,16 @@ from llmscale.training.start import prepare_start
 ROOT = Path(__file__).resolve().parents[2]
 MACHINES = ("--gpu", "a100-40gb", "--num-gpus", "8")
 COMMAND = ("estimate", "--model", "gpt2-1.5b", *MACHINES)
-LLAMA = {
-    **{"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32},
-    **{"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256},
-}
-
-NEOX = {
-    **{"model_type": "gpt_neox", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32},
-    **{"intermediate_size": 16384, "vocab_size": 50432},
+LLAMA = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+LLAMA |= {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256}
+NEOX = {"model_type": "gpt_neox", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+NEOX |= {"intermediate_size": 16384, "vocab_size": 50432}
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": 512,
 }
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -367,24 +369,115 @@ def test_a_transformers_model_is_estimated_as_ours(
     assert "its table of 128,200 rows is padded to 128,256 here" in output
 
 
-def test_a_transformers_model_that_is_not_ours(
-    run: Callable[..., tuple[int, str, str]], read_json: Callable[..., tuple[int, dict]], tmp_path: Path
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
+def test_a_transformers_model_that_is_not_ours_is_simulated(llmscale: Run, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(NEOX | SMALL))
+    (tmp_path / "mine.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}))
+    words = ("estimate", "--hf", str(tmp_path), *MACHINES, "--seq-len", "64", "--ds", str(tmp_path / "mine.json"))
+    done = llmscale(*words)
+    assert done.returncode == 0, done.stderr
+    assert "166,080 parameters (gpt_neox), sequences of 64" in done.stdout
+    assert "* mine.json: ZeRO stage 2, micro-batch 1 x 2: " in done.stdout
+    assert "only row that fits" in done.stdout
+    assert "transformers' own, with its default attention" in " ".join(done.stdout.split())
+
+
+def test_flags_of_formulas_have_no_effect_on_a_simulated_model(
+    run: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(NEOX))
-    status, values = read_json("estimate", "--hf", str(tmp_path), *MACHINES)
-    assert status == 0
-    assert (values["model"]["num_parameters"], values["model"]["family"]) == (6_857_302_016, "gpt_neox")
-    assert "activations are not estimated" in values["unknown"]
-    assert len(values["rows"]) == 9
-    on_gpu = [row for row in values["rows"] if row["strategy"]["offload_optimizer"] == "none" and row["fits"]]
-    most_room = max(on_gpu, key=lambda row: row["room_for_activations_bytes"])
-    assert most_room["strategy"]["zero_stage"] == 3
-    output = run("estimate", "--hf", str(tmp_path), *MACHINES)[1]
-    assert "6,857,302,016 parameters (gpt_neox), model states only" in output
-    assert "rows fit; ZeRO stage 3 without offload leaves most room for activations" in output
-    status, _, error = run("estimate", "--hf", str(tmp_path), *MACHINES, "--seq-len", "64")
+    hf = ("--hf", str(tmp_path))
+    module = ("--module", "mine.py:build", "--batch", "mine.py:batch")
+    for words, expected in (
+        ((*hf, "--n-layer", "3"), "--n-layer has no effect with --hf"),
+        ((*hf, "--dry-run"), "--dry-run has no effect with --hf"),
+        ((*hf, "--activation-checkpointing", "selective"), "Use full or none."),
+        ((*module, "--seq-len", "64"), "--seq-len has no effect with --module mine.py:build"),
+        ((*module, "--model", "gpt2-124m"), "--module and --model exclude each other"),
+        (module[:2], "--module mine.py:build needs --batch FILE:FUNCTION"),
+        ((*module[2:], "--model", "gpt2-124m"), "--batch needs --module"),
+    ):
+        status, _, error = run("estimate", *words, *MACHINES)
+        assert status == 2 and expected in error, error
+
+
+OWN = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.inner(x).square().mean()
+
+def build():
+    print("hello")
+    return Net()
+
+def batch():
+    return {"x": torch.zeros(4, 64)}
+
+def broken():
+    raise ValueError("two\\nlines")
+
+number = 3
+"""
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
+def test_a_module_of_ones_own_is_simulated(llmscale: Run, tmp_path: Path) -> None:
+    """What it prints is not in the answer."""
+    (tmp_path / "mine.py").write_text(OWN)
+    (tmp_path / "mine.json").write_text(json.dumps({"zero_optimization": {"stage": 1}}))
+    build, batch = (f"{tmp_path}/mine.py:{name}" for name in ("build", "batch"))
+    words = ("estimate", "--module", build, "--batch", batch, *MACHINES, "--ds", str(tmp_path / "mine.json"))
+    done = llmscale(*words, "--json", "--global-batch-size", "96")
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)["rows"]
+    assert (row["micro_batch_size"], row["micro_steps"], row["fits"]) == (4, 3, True)
+    assert row["strategy"]["zero_stage"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
+def test_every_stage_and_offload_of_a_module_is_a_row() -> None:
+    import torch
+
+    from llmscale import api
+    from tests.own_module import LENGTH, Net
+
+    tokens = torch.zeros(4, LENGTH, dtype=torch.long)
+    answer = api.estimate_module(Net, (tokens, tokens), gpu="a100-80gb", num_gpus=8)
+    rows = [(row["strategy"]["zero_stage"], row["strategy"]["offload_optimizer"]) for row in answer["rows"]]
+    assert rows == [(0, "none"), (1, "none"), (1, "cpu"), (2, "none"), (2, "cpu"), (3, "none"), (3, "cpu"), (3, "cpu")]
+    assert answer["recommended"]["row"] == 0
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
+@pytest.mark.parametrize(
+    ("module", "batch", "expected"),
+    [
+        ("mine.py:buil", "mine.py:batch", r"has no function 'buil'\. Did you mean 'build'\?"),
+        ("mine.py:number", "mine.py:batch", r"has no function 'number'"),
+        ("none.py:build", "mine.py:batch", r"the file .*none\.py does not exist"),
+        ("mine.py", "mine.py:batch", r"must be a file and a function in it, such as my_model\.py:build"),
+        ("mine.py:build", "mine.py:broken", r"--batch .*mine\.py:broken raised ValueError: two lines$"),
+        ("mine.py:build", "mine.py:build", r"has the type Net without tensors: it must be a dict"),
+        ("bad.py:build", "mine.py:batch", r"--module .*bad\.py raised ModuleNotFoundError: No module named 'nothing'$"),
+    ],
+)
+def test_functions_that_are_not_there_are_one_line(
+    run: Callable[..., tuple[int, str, str]], tmp_path: Path, module: str, batch: str, expected: str
+) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    (tmp_path / "bad.py").write_text("import nothing")
+    words = ("--module", f"{tmp_path}/{module}", "--batch", f"{tmp_path}/{batch}")
+    status, _, error = run("estimate", *words, *MACHINES)
     assert status == 2
-    assert "--seq-len has no effect with --hf" in error
+    assert re.search(expected, error.strip()), error
 
 
 def test_the_command_builds_the_shape_that_was_estimated(
@@ -502,16 +595,12 @@ def test_muons_and_adafactors_states_are_smaller(
     ("words", "status"),
     [
         ("--model gpt2-1.5b --gpu a100-40gb --num-gpus 8 --interconnect list", 2),
-        ("--hf {too_large} --gpu t4", 1),
         ("--max-seq-len --model llama3-8b --gpu h100-80gb --activation-checkpointing full --ds zero0", 1),
         ("--max-model --gpu-memory-gib 1 --bf16-tflops 9 --activation-checkpointing none", 1),
     ],
 )
-def test_what_has_no_answer_is_a_status(
-    run: Callable[..., tuple[int, str, str]], tmp_path: Path, words: str, status: int
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(NEOX | {"hidden_size": 2**16, "intermediate_size": 2**18}))
-    assert run("estimate", *words.format(too_large=tmp_path).split())[0] == status
+def test_what_has_no_answer_is_a_status(run: Callable[..., tuple[int, str, str]], words: str, status: int) -> None:
+    assert run("estimate", *words.split())[0] == status
 
 
 def test_what_a_ds_config_a_preset_and_an_old_gpu_decide(

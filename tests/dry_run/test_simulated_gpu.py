@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.deepspeed.schema import CheckpointingMode
+from llmscale.dry_run.engine import gpt_kernels
 from llmscale.dry_run.simulated_gpu import cuda_kernels, fake_world, kernel_workspace
 from llmscale.engine.activation_checkpointing import build_block_checkpoint
 from llmscale.model.gpt import GPT
@@ -70,7 +71,7 @@ def test_a_gpu_before_ampere_runs_the_model_s_attention_by_another_kernel(
 ) -> None:
     """Which shares no keys: the model repeats them."""
     shape = GPTShape(n_layer=1, n_head=4, n_kv_head=2, n_embd=64, vocab_size=100, seq_len=16)
-    with FakeTensorMode(), cuda_kernels(capability), Calls() as calls:
+    with FakeTensorMode(), cuda_kernels(capability), gpt_kernels(capability), Calls() as calls:
         model = GPT(shape, seed=0)
         for parameter in model.parameters():
             parameter.data = parameter.data.half()
@@ -84,13 +85,28 @@ def test_flash_attention_gets_heads_of_a_multiple_of_8(calls: Calls) -> None:
     assert calls.names.count("constant_pad_nd") == 3
 
 
-def test_attention_that_is_not_ours_is_refused(calls: Calls) -> None:
-    q = torch.empty(1, 2, 8, 8)
-    for mask in (torch.empty(8, 8, dtype=torch.bool), torch.empty(8, 9)[:, :8]):
-        with pytest.raises(NotImplementedError, match="only masks in the queries' type"):
-            F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
-    with pytest.raises(NotImplementedError, match="shared by FlashAttention alone"):
-        F.scaled_dot_product_attention(q, q[:, :1], q[:, :1], is_causal=True, enable_gqa=True)
+def test_keys_that_heads_share_are_repeated_where_flash_attention_does_not_run(calls: Calls) -> None:
+    q = torch.empty(1, 4, 8, 8)
+    F.scaled_dot_product_attention(q, q[:, :2], q[:, :2], is_causal=True, enable_gqa=True)
+    assert "bmm" in calls.names and not any("attention" in name for name in calls.names)
+
+
+@pytest.mark.parametrize("mask", ["bool", "short rows"])
+def test_a_mask_that_the_kernel_cannot_read_is_copied(calls: Calls, mask: str) -> None:
+    """The copy has the queries' type, and rows of a multiple of 8."""
+    q = torch.empty(1, 2, 8, 8, dtype=torch.bfloat16, requires_grad=True)
+    masks = {"bool": torch.empty(8, 8, dtype=torch.bool), "short rows": torch.empty(8, 9, dtype=q.dtype)[:, :8]}
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        F.scaled_dot_product_attention(q, q, q, attn_mask=masks[mask])
+    assert "_scaled_dot_product_efficient_attention" in calls.names
+    assert (1, 2, 8, 8) in [tensor.shape for tensor in saved if tensor.stride()[-2:] == (8, 1) and tensor is not q]
+
+
+def test_a_mask_of_another_type_is_refused_as_by_torch(calls: Calls) -> None:
+    q = torch.empty(1, 2, 8, 8, dtype=torch.bfloat16)
+    with pytest.raises(NotImplementedError, match=r"attn_mask is torch\.float32, and queries are torch\.bfloat16"):
+        F.scaled_dot_product_attention(q, q, q, attn_mask=torch.empty(8, 8))
 
 
 def test_a_mask_takes_the_memory_efficient_kernel(calls: Calls) -> None:

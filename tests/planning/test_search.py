@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from llmscale.architecture.hf_config import load_hf_model
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import divisors
 from llmscale.config.deepspeed.resolve import DsConfig
@@ -27,11 +26,9 @@ from llmscale.planning.search import (
     Trial,
     cheapest_sizes,
     evaluate,
-    find_hf_configs,
     find_largest_fit,
     find_largest_models,
     find_longest,
-    most_room,
     try_strategies,
     with_inputs_on_host,
     with_micro_batch,
@@ -294,24 +291,3 @@ def test_the_longest_sequence_grows_with_the_gpus_that_divide_it_and_with_tiles(
         assert lengths[-1] == sorted(lengths[-1])
         assert lengths[-1][-1] > 6 * lengths[-1][0]
     assert all(tiled > without for without, tiled in zip(*lengths, strict=True))
-
-
-NEOX_8B = """{"model_type": "gpt_neox", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
-"intermediate_size": 16384, "vocab_size": 50432}"""
-
-
-def test_room_and_the_layout_that_leaves_most(tmp_path) -> None:
-    (tmp_path / "config.json").write_text(NEOX_8B)
-    model = load_hf_model(str(tmp_path))
-    assert model is not None
-    configs = find_hf_configs(model, cluster_of(80), "bf16", None)
-    assert {config.ds_config.gradient_accumulation_steps for config in configs} == {2}, "most runs accumulate"
-    best = most_room(configs)
-    assert best.fits
-    assert (best.strategy.zero_stage, best.strategy.offload) == (3, "-")
-    small = find_hf_configs(model, cluster_of(8, 1), "bf16", 1)
-    assert {config.ds_config.gradient_accumulation_steps for config in small} == {1}
-    missing = [config for config in small if not config.fits]
-    assert missing and most_room(missing).room_for_activations_bytes == max(
-        config.room_for_activations_bytes for config in missing
-    )
