@@ -465,7 +465,7 @@ def test_every_stage_and_offload_of_a_module_is_a_row() -> None:
         ("none.py:build", "mine.py:batch", r"the file .*none\.py does not exist"),
         ("mine.py", "mine.py:batch", r"must be a file and a function in it, such as my_model\.py:build"),
         ("mine.py:build", "mine.py:broken", r"--batch .*mine\.py:broken raised ValueError: two lines$"),
-        ("mine.py:build", "mine.py:build", r"has the type Net without tensors: it must be a dict"),
+        ("mine.py:build", "mine.py:build", r"has the type Net: it must be a dict"),
         ("bad.py:build", "mine.py:batch", r"--module .*bad\.py raised ModuleNotFoundError: No module named 'nothing'$"),
     ],
 )
