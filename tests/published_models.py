@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from scripts.bench.transformers_package import import_transformers
+from llmscale.evaluate.transformers_package import import_transformers
 
 #: Rows for the `bytes` tokenizer's tokens and a few more, as published tables have.
 VOCAB_SIZE = 260

@@ -11,8 +11,8 @@ from torch import Tensor
 from llmscale.architecture.families.family import HFTensor
 from llmscale.architecture.hf_config import family_of
 from llmscale.architecture.shape import GPTShape
+from llmscale.evaluate.transformers_package import import_transformers
 from llmscale.model.gpt import GPT
-from scripts.bench.transformers_package import import_transformers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -64,7 +64,6 @@ LATE_IMPORTS = (
 #: Need packages that few processes need, or are what is started.
 NOT_IMPORTED = (
     "llmscale.__main__",
-    "llmscale.evaluate.lm_eval_model",
     "llmscale.evaluate.lm_eval_tasks",
 )
 _PR_SET_PDEATHSIG = 1

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,12 +22,15 @@ from llmscale.data.validation import (
     validation_batches,
 )
 from llmscale.errors import DataError
-from llmscale.evaluate.model_source import ModelSource
+from llmscale.evaluate.model_source import ModelSource, is_hf_folder
 from llmscale.evaluate.tasks import PublishedResult, TaskFile, TaskResult, comparable_results, encode_task
 from llmscale.model.gpt import GPT
 
 if TYPE_CHECKING:
     from llmscale.evaluate.lm_eval_tasks import LmEvalTasks
+
+#: Largest file of weights of a temporary export.
+_SHARD_BYTES = 5 * 10**9
 
 
 @dataclass(frozen=True)
@@ -168,31 +173,62 @@ def evaluate(
     its number of sequences if known, and the sequences done since the last call. Raises ConfigError, CheckpointError or
     DataError, for items and datasets before the model is loaded.
     """
-    from llmscale.evaluate.conversation import open_template
     from llmscale.evaluate.scoring import score_rows
 
     tokenizer, seq_len = source.tokenizer, source.shape.seq_len
     tasks = [encode_task(replace(file, items=file.items[:limit]), tokenizer, seq_len) for file in files]
     sets = open_validation_sets(source, val_samples)
-    of_chat, template = open_template(tokenizer, source.chat_template) if chat else (tokenizer, None)
-    model = source.load_model()
-    losses = [
-        validation_loss(model, one, batch_size=batch_size, progress=partial(progress, "validation", one.num_samples))
-        for one in sets
-    ]
-    results = []
-    for task in tasks:
-        name = task.file.name
-        scores = score_rows(model, task.rows, batch_size=batch_size, progress=partial(progress, name, len(task.rows)))
-        results.append(TaskResult(name, task.values(scores), len(task.file.items)))
+    of_lm_eval = []
     if harness is not None:
-        from llmscale.evaluate.lm_eval_model import LlmscaleLM
-
-        on_batch = partial(progress, "lm-eval", None)
-        adapter = LlmscaleLM(model, of_chat, batch_size=batch_size, progress=on_batch, template=template)
-        results += harness.run(adapter, limit)
+        progress("lm-eval", None, 0)
+        of_lm_eval = _run_lm_eval(source, harness, limit, batch_size, chat=chat)
+    losses = []
+    results = []
+    if sets or tasks:
+        model = source.load_model()
+        for one in sets:
+            on_batch = partial(progress, "validation", one.num_samples)
+            losses.append(validation_loss(model, one, batch_size=batch_size, progress=on_batch))
+        for task in tasks:
+            name = task.file.name
+            on_batch = partial(progress, name, len(task.rows))
+            scores = score_rows(model, task.rows, batch_size=batch_size, progress=on_batch)
+            results.append(TaskResult(name, task.values(scores), len(task.file.items)))
+    results += of_lm_eval
     is_comparable = limit is None and any(file.format == "hellaswag" for file in files)
     published = comparable_results(source.shape.active_parameters) if is_comparable else None
     locations = source.sets.locations if source.sets is not None and losses else ()
     notes = [f"{at.folder}: {at.manifest.note_on_bytes}" for at in locations if at.manifest.note_on_bytes]
     return Evaluation(source, losses, results, published, notes)
+
+
+def _run_lm_eval(
+    source: ModelSource, harness: LmEvalTasks, limit: int | None, batch_size: int, *, chat: bool
+) -> list[TaskResult]:
+    """Run lm-eval's tasks, as conversations if `chat`. Raises ConfigError, CheckpointError, DataError."""
+    from llmscale.evaluate.conversation import open_template
+    from llmscale.evaluate.lm_eval_tasks import open_lm
+
+    template = open_template(source.tokenizer, source.chat_template)[1] if chat else None
+    with transformers_folder(source) as folder:
+        lm = open_lm(folder, source.shape.seq_len, batch_size, template)
+        return harness.run(lm, limit, chat=chat)
+
+
+@contextmanager
+def transformers_folder(source: ModelSource) -> Iterator[Path]:
+    """Yield the model's folder of transformers, or a temporary export in fp32 with its adapters merged."""
+    from llmscale.evaluate.export import describe_export, write_model
+    from llmscale.evaluate.weights import Merged
+
+    if is_hf_folder(source.folder):
+        yield source.folder
+        return
+    model = describe_export(source.shape, source.published, "fp32", _SHARD_BYTES)
+    weights = source.open_weights()
+    if source.shape.lora_rank:
+        weights = Merged(weights, source.shape)
+    with TemporaryDirectory(prefix="llmscale-eval-") as parent:
+        folder = Path(parent) / "model"
+        write_model(weights, model, source.tokenizer, folder, card="", overwrite=False)
+        yield folder

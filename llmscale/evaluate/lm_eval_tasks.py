@@ -1,4 +1,7 @@
-"""Find, check and run lm-eval's tasks from YAML on this machine, without the network. No torch before they run."""
+"""Find, check and run lm-eval's tasks from YAML on this machine, without the network. No torch before they run.
+
+The model is lm-eval's own Hugging Face one (lm_eval/models/huggingface.py).
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import difflib
 import logging
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,10 +22,12 @@ from llmscale.errors import ConfigError
 from llmscale.evaluate.tasks import FORMATS, TaskResult
 
 if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
     from lm_eval.api.task import Task
+    from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    from llmscale.evaluate.lm_eval_model import LlmscaleLM
+    from llmscale.data.prepare.chat_template import ChatTemplate
 
 #: Variables that datasets, huggingface_hub, transformers and evaluate read when they are imported.
 _OFFLINE = ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_EVALUATE_OFFLINE")
@@ -40,29 +47,77 @@ class LmEvalTasks:
     result_names: tuple[str, ...]
     """Names of the results, by task and group."""
 
-    def run(self, model: LlmscaleLM, limit: int | None) -> list[TaskResult]:
-        """Run the tasks with at most `limit` items each. Raises ConfigError, DataError."""
+    def run(self, lm: HFLM, limit: int | None, *, chat: bool = False) -> list[TaskResult]:
+        """Run the tasks with at most `limit` items each, as conversations if `chat`.
+
+        Raises ConfigError for items that do not fit the model's positions or have no tokens.
+        """
         from lm_eval import evaluator
 
         # It would ask git about this folder, which may be in no repository, and pip about every package.
         for name in ("get_git_commit_hash", "add_env_info"):
             setattr(evaluator, name, lambda *_: None)
-        results = evaluator.simple_evaluate(
-            model,
-            tasks=list(self.names),
-            task_manager=self.manager,
-            limit=limit,
-            log_samples=False,
-            # Bootstrapped standard errors take minutes and process pools.
-            bootstrap_iters=0,
-            apply_chat_template=model.template is not None,
-            fewshot_as_multiturn=model.template is not None,
-        )
+        try:
+            results = evaluator.simple_evaluate(
+                lm,
+                tasks=list(self.names),
+                task_manager=self.manager,
+                limit=limit,
+                log_samples=False,
+                # Bootstrapped standard errors take minutes and process pools.
+                bootstrap_iters=0,
+                apply_chat_template=chat,
+                fewshot_as_multiturn=chat,
+            )
+        except AssertionError as error:  # how lm-eval refuses lengths
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            raise ConfigError(
+                f"lm-eval cannot compute an item of {', '.join(self.names)} with a model that sees {lm.max_length:,} "
+                f"tokens: {' '.join(str(error).split()) or f'not `{frame.line}`'}. Leave out items that are longer or "
+                "have no tokens, and give fewer max_gen_toks in the task's generation_kwargs."
+            ) from None
         counts = results["n-samples"]
         return [
             TaskResult(name, _numbers(values), counts[name]["effective"] if name in counts else 0)
             for name, values in results["results"].items()
         ]
+
+
+def open_lm(folder: Path, seq_len: int, batch_size: int, template: ChatTemplate | None = None) -> HFLM:
+    """Load a folder of transformers in fp32 onto this machine's first GPU, or its CPU, as lm-eval's model.
+
+    It sees `seq_len` tokens. Conversations have the `template`, and the end of a turn ends generated text.
+    """
+    from llmscale.evaluate.transformers_package import import_transformers
+
+    import_transformers()
+    import torch
+    from lm_eval.models.huggingface import HFLM
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    lm = HFLM(str(folder), device=device, dtype="float32", batch_size=batch_size, max_length=seq_len)
+    if template is not None:
+        lm.tokenizer.chat_template = template.source
+        # Decoded text has no special tokens, in which the end of a turn would be found.
+        ends = lm.tokenizer.encode(template.end_of_turn, add_special_tokens=False)
+        if len(ends) == 1:
+            lm.model.generation_config.eos_token_id = [lm.tokenizer.eos_token_id, *ends]
+        lm.generate_until = partial(_generate_turns, lm.generate_until, template.end_of_turn)
+    return lm
+
+
+def _generate_turns(
+    generate: Callable[..., list[str]], end: str, requests: Sequence[Instance], **options: bool
+) -> list[str]:
+    """Generate with the end of a turn among the stops of every request."""
+    ended = []
+    for request in requests:
+        context, settings = request.args
+        stops = settings.get("until") or []
+        if isinstance(stops, str):
+            stops = [stops]
+        ended.append(replace(request, arguments=(context, {**settings, "until": [*stops, end]})))
+    return generate(ended, **options)
 
 
 def find_tasks(specs: Sequence[str], task_folder: Path | None, limit: int | None = None) -> LmEvalTasks:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,8 +52,22 @@ class ModelSource:
     """Published model that it is, or was initialised from."""
     chat_template: str | None
     """Template of the conversations that it was trained on; None without conversations."""
-    load_model: Callable[[], GPT]
-    """Load it onto this machine's GPU, or its CPU, in eval mode and fp32."""
+    open_weights: Callable[[], Weights]
+    """Open its files. Raises CheckpointError for damaged weights, or weights of another model."""
+
+    def load_model(self) -> GPT:
+        """Load it onto this machine's first GPU, or its CPU, in eval mode and fp32. Raises CheckpointError."""
+        import torch
+
+        from llmscale.model.gpt import GPT
+
+        # Before a model is built, because its size is known only from the files.
+        weights = self.open_weights()
+        model = GPT(self.shape, seed=0)
+        with torch.no_grad():
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                tensor.copy_(weights.read(name, 0, tensor.numel()).view_as(tensor))
+        return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
 @dataclass(frozen=True)
@@ -196,7 +209,6 @@ def open_model(
 
         return open_stored(folder, shape, opened_base)
 
-    load_model = partial(_load_model, shape, open_weights)
     return ModelSource(
         folder,
         state.step,
@@ -206,7 +218,7 @@ def open_model(
         no_sets,
         trained.published,
         trained.sets.chat_template,
-        load_model,
+        open_weights,
     )
 
 
@@ -230,23 +242,4 @@ def _open_hf_folder(folder: Path, data: str | None) -> ModelSource:
 
         return Published(published, find_weights_files(folder))
 
-    load_model = partial(_load_model, published.shape, open_weights)
-    return ModelSource(folder, None, published.shape, tokenizer, sets, no_sets, published, None, load_model)
-
-
-def _load_model(shape: GPTShape, open_weights: Callable[[], Weights]) -> GPT:
-    """Load weights in fp32 onto this machine's first GPU, or its CPU, in eval mode.
-
-    Raises CheckpointError for damaged weights, or weights of another model.
-    """
-    import torch
-
-    from llmscale.model.gpt import GPT
-
-    # Before a model is built, because its size is known only from the files.
-    weights = open_weights()
-    model = GPT(shape, seed=0)
-    with torch.no_grad():
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            tensor.copy_(weights.read(name, 0, tensor.numel()).view_as(tensor))
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    return ModelSource(folder, None, published.shape, tokenizer, sets, no_sets, published, None, open_weights)

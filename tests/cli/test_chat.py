@@ -23,9 +23,9 @@ from llmscale.errors import ConfigError
 from llmscale.evaluate.conversation import Conversation
 from llmscale.evaluate.generate import TextChunk
 from llmscale.evaluate.model_source import find_model, open_model
+from llmscale.evaluate.transformers_package import import_transformers
 from llmscale.report.history import load_history
 from llmscale.report.run_facts import load_facts
-from scripts.bench.transformers_package import import_transformers
 from tests import warm_start
 from tests.cli.conftest import REPOSITORY
 from tests.conversations import conversations_in, prepare_conversations, write_conversations

@@ -64,6 +64,11 @@ def test_tasks_of_lm_eval_run_beside_those_of_files(trained_run: Path, items: Pa
     assert ("rolling", "bits_per_byte") in values
     assert not any(row[0] == "validation" for row in rows)
     assert done.stdout.count("4 items") == len(rows)
+    # More tokens than the model sees.
+    (items / "tasks" / "long.yaml").write_text((items / "tasks" / "written.yaml").read_text().replace("9}", "999}"))
+    done = llmscale("eval", str(trained_run), "--tasks", str(items / "tasks/long.yaml"), "--val-samples", "0", "--chat")
+    assert done.returncode != 0
+    assert "999" in done.stderr and "max_gen_toks in the task's generation_kwargs" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from llmscale.checkpoint.inventory import record_history
 from llmscale.checkpoint.manifest import History
 from llmscale.cli.main import main
 from llmscale.evaluate.model_source import open_model
+from llmscale.evaluate.transformers_package import import_transformers
 from llmscale.files.folder_lock import lock_folder
-from scripts.bench.transformers_package import import_transformers
 from tests.conftest import REPOSITORY
 
 pytest.importorskip("transformers")

@@ -11,7 +11,7 @@ import torch
 
 from llmscale.cli.main import main
 from llmscale.evaluate.model_source import open_model
-from scripts.bench.transformers_package import import_transformers
+from llmscale.evaluate.transformers_package import import_transformers
 from tests.checkpoint.written import load_full_weights
 from tests.conftest import words
 from tests.runs_in_turn import train_in_turn

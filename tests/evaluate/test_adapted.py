@@ -18,12 +18,14 @@ from llmscale.checkpoint.peft_files import read_adapters
 from llmscale.config.run_arguments import parse_run_config
 from llmscale.data.tokenizers.tokenizer import ByteTokenizer
 from llmscale.errors import CheckpointError, LlmscaleError
+from llmscale.evaluate.evaluation import transformers_folder
 from llmscale.evaluate.export import ExportedModel, export_adapters, write_model
+from llmscale.evaluate.model_source import ModelSource, open_model
 from llmscale.evaluate.prune import ModelWeights
+from llmscale.evaluate.transformers_package import import_transformers
 from llmscale.evaluate.weights import Merged
 from llmscale.model.gpt import GPT
 from llmscale.training.inputs import read_inputs
-from scripts.bench.transformers_package import import_transformers
 from tests.evaluate.test_export import SHAPES, random_model, save
 
 FAMILY_OF = {family.architecture: family for family in FAMILIES.values()}
@@ -108,3 +110,17 @@ def test_adapters_that_cannot_begin_the_run_are_named_before_it(tiny_set: Path, 
     ):
         with pytest.raises(LlmscaleError, match=message):
             read_inputs(parse_run_config(["--data", str(tiny_set), "--run", str(tmp_path / "run"), *flags]))
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_lm_eval_gets_a_folder_with_the_adapters_merged_for_a_while(rank: int, tmp_path: Path) -> None:
+    shape = replace(SHAPES["LlamaForCausalLM"], vocab_size=257)
+    if rank:
+        shape = replace(shape, lora_rank=rank, lora_alpha=5.0)
+    model = random_model(shape)
+    source = ModelSource(tmp_path, 3, model.shape, ByteTokenizer(), None, "", None, None, lambda: ModelWeights(model))
+    tokens = tokens_for(model.shape)
+    with transformers_folder(source) as folder, torch.no_grad():
+        exported = open_model(folder).load_model().cpu()
+        torch.testing.assert_close(exported(tokens), model(tokens), atol=2e-5, rtol=1e-4)
+    assert not folder.parent.exists()

@@ -22,9 +22,9 @@ from llmscale.errors import CheckpointError, ConfigError
 from llmscale.evaluate import export
 from llmscale.evaluate.export import ExportedModel, describe_export, write_model
 from llmscale.evaluate.prune import ModelWeights
+from llmscale.evaluate.transformers_package import import_transformers
 from llmscale.evaluate.weights import open_stored
 from llmscale.model.gpt import GPT
-from scripts.bench.transformers_package import import_transformers
 from tests.checkpoint.written import write_tensors
 from tests.published_models import save_model
 

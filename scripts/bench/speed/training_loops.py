@@ -16,9 +16,9 @@ import numpy as np
 
 from llmscale.architecture.layers import ParameterTensors
 from llmscale.config.run_arguments import parse_run_config
+from llmscale.evaluate.transformers_package import import_transformers
 from llmscale.training.start import Start, prepare_start
 from scripts.bench.harness import Orders, read_losses
-from scripts.bench.transformers_package import import_transformers
 
 if TYPE_CHECKING:
     import torch

@@ -9,8 +9,8 @@ import torch
 
 from llmscale.architecture.hf_config import FAMILIES, family_of, read_shape
 from llmscale.architecture.shape import GPTShape, build_shape
+from llmscale.evaluate.transformers_package import import_transformers
 from llmscale.model.gpt import GPT
-from scripts.bench.transformers_package import import_transformers
 from tests.architecture.families.parity import TOLERANCE, differences, randomise, to_ours
 from tests.transformers_models import hf_config, to_hf_state_dict
 

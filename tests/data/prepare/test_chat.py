@@ -26,8 +26,8 @@ from llmscale.evaluate.conversation import Conversation
 from llmscale.evaluate.export import describe_export, write_model
 from llmscale.evaluate.generate import TextChunk
 from llmscale.evaluate.prune import ModelWeights
+from llmscale.evaluate.transformers_package import import_transformers
 from llmscale.model.gpt import GPT
-from scripts.bench.transformers_package import import_transformers
 from tests.conversations import write_conversations, write_tokenizer
 
 #: As Qwen2.5's, which renders a system turn of its own, without and with markers of what is generated.

@@ -21,7 +21,7 @@ from llmscale.data.prepare.conversations import conversation_text
 from llmscale.data.shards.token_shards import are_targets, ids_of
 from llmscale.data.tokenizers.hugging_face import HuggingFaceTokenizer, load_huggingface
 from llmscale.errors import DataError, MachineError
-from scripts.bench.transformers_package import import_transformers
+from llmscale.evaluate.transformers_package import import_transformers
 from tests.conversations import write_tokenizer
 
 Turn = dict[str, Any]

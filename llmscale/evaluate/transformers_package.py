@@ -1,4 +1,4 @@
-"""The transformers package, for what is compared with it: benchmarks and tests."""
+"""The transformers package, for lm-eval's model, and for what is compared with it: benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llmscale.errors import ConfigError
 
 
 def import_transformers() -> ModuleType:
-    """The transformers package, without torchvision where that is broken.
+    """Import the transformers package, without torchvision where that is broken.
 
     Streaming requires torchvision, and transformers imports it for images. One that was built for another
     torch (a CPU torch beside PyPI's torchvision, say) fails in that import, and GPT2LMHeadModel with it.
