@@ -17,15 +17,19 @@ from tests.conftest import TRAIN, run_ranks
 _END = "-- end of the run --\n"
 
 
-def train_in_turn(commands: Sequence[Sequence[str]], world_size: int) -> list[str]:
-    """Run commands of `build_train_command`, each of which must succeed; rank 0's output of each."""
+def train_in_turn(commands: Sequence[Sequence[str]], world_size: int, traces_only: bool = False) -> list[str]:
+    """Run commands of `build_train_command`, each of which must succeed; rank 0's output of each.
+
+    With `traces_only`, blocks of `--compile on` become graphs but not kernels, which take minutes to generate.
+    """
     flags = [command[1:] for command in commands if command[0] == str(TRAIN)]
     assert len(flags) == len(commands)
-    return run_ranks([__file__, json.dumps(flags)], world_size).split(_END)[:-1]
+    return run_ranks([__file__, json.dumps(flags), json.dumps(traces_only)], world_size).split(_END)[:-1]
 
 
-def main(commands: Sequence[Sequence[str]]) -> None:
+def main(commands: Sequence[Sequence[str]], traces_only: bool) -> None:
     from llmscale import train
+    from llmscale.engine.compilation import BlockCompiler
     from llmscale.engine.process_group import join_world
     from llmscale.training import open_session, session
     from tests.rank_end import end_rank
@@ -33,6 +37,8 @@ def main(commands: Sequence[Sequence[str]]) -> None:
     world = join_world()
     open_session.join_world = lambda: world
     session.leave_world = lambda: None
+    if traces_only:
+        open_session.BlockCompiler = lambda _, mode: BlockCompiler("aot_eager", mode)
     # The port at which they met is theirs.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     for command in commands:
@@ -44,4 +50,4 @@ def main(commands: Sequence[Sequence[str]]) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(json.loads(sys.argv[1]), json.loads(sys.argv[2]))
