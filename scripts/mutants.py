@@ -58,7 +58,8 @@ checkpoint/inventory.py: tests/checkpoint/test_inventory.py tests/checkpoint/tes
 checkpoint/load.py: tests/checkpoint/test_load.py tests/distributed/test_zero_state.py tests/distributed/test_history.py
   surplus tensors pass: surplus = sorted(set(stored) - set(wanted)) => surplus = []
   optimizers' scalars are forgotten: set_group_scalars(engine, scalars) => pass
-  damage passes: next((finding for finding in findings if finding), None) or => None or
+checkpoint/store.py: tests/checkpoint tests/distributed/test_zero_state.py tests/distributed/test_history.py
+  damage passes: next((finding for finding in findings if finding), None) => None
 memory/layers.py: tests/memory/test_cells.py
   frozen weights keep their input: is_trained = name not in p.frozen => is_trained = True
 memory/zero_stages.py: tests/memory/test_cells.py
