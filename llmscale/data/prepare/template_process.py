@@ -314,15 +314,14 @@ class Renderer:
             return Rendered(refusal=problem)
         more = {**record, **json.loads(rest or "{}")}
         del more["messages"]
-        best: Rendered | None = None
+        failed = []
         for messages in _forms(record["messages"]):
             rendered = self._render_form(messages, more)
             if not rendered.refusal and not rendered.dropped:
                 return rendered
-            if best is None or rendered.dropped:
-                best = rendered
-        assert best is not None
-        return best
+            failed.append(rendered)
+        # The form that shows most is the one that the template takes.
+        return max(failed, key=lambda rendered: (bool(rendered.dropped), len(rendered.text)))
 
     def _render_form(self, messages: Sequence[Message], more: Mapping[str, object]) -> Rendered:
         try:
@@ -338,7 +337,7 @@ class Renderer:
         if not self._has_generation or any(message.get("tool_calls") for message in messages):
             finder.find_texts()
         if dropped := finder.find_dropped():
-            return Rendered(dropped=dropped[0], example=dropped[1])
+            return Rendered(text, dropped=dropped[0], example=dropped[1])
         if self._has_generation:
             turns = finder.without_context(generations)
         else:
@@ -466,13 +465,25 @@ class _Finder:
             pairs = zip(self._answers, generations, strict=True)
             return [span for number, span in pairs if not _is_context(self._messages[number])]
         self.find_texts()
-        by_turn = self._spans_by_turn()
-        if not by_turn.keys() >= set(self._answers):
-            return None
-        ends = [(max(end for _, end in by_turn[number]), number) for number in self._answers]
-        owners = [next((number for end, number in ends if end > begin), -1) for begin, _ in generations]
-        pairs = zip(owners, generations, strict=True)
-        return [span for number, span in pairs if number >= 0 and not _is_context(self._messages[number])]
+        texts = [(self._marker.places[number].turn, span) for number, span in sorted(self._spans.items())]
+        turns = []
+        for generation in generations:
+            owners = self._owners(generation, texts)
+            are_context = {_is_context(self._messages[number]) for number in owners}
+            if len(are_context) != 1:
+                return None
+            if are_context == {False}:
+                turns.append(generation)
+        return turns
+
+    def _owners(self, generation: tuple[int, int], texts: Sequence[tuple[int, tuple[int, int]]]) -> set[int]:
+        """Return the assistant's turns whose texts a generation shows, or else the one that it ends or begins."""
+        begin, end = generation
+        within = {turn for turn, span in texts if span[0] < end and span[1] > begin}
+        if within or self._roles is not _ROLES:
+            return within & {*self._answers}
+        last = max((turn for turn, span in texts if span[1] <= begin), default=-1)
+        return {next((number for number in self._answers if number >= last), -1)} - {-1}
 
 
 def _describe(error: Exception) -> str:
