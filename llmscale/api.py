@@ -188,7 +188,10 @@ def estimate_module(
         from llmscale.dry_run.module_rows import ask_for_module
 
         module = OwnModule(build, example_batch, optimizer, loss)
-        host_bytes = None if host_memory_gib is None else int(host_memory_gib * GIB)
+        if host_memory_gib is None:
+            host_bytes = None
+        else:
+            host_bytes = int(host_memory_gib * GIB)
         cluster = Cluster(get_gpu(gpu), num_gpus, get_interconnect(DEFAULT_INTERCONNECT), num_nodes, host_bytes)
         answer = ask_for_module(module, cluster, ds_config, precision, global_batch_size)
     values: Any = as_json(answer.values())

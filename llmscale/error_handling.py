@@ -177,7 +177,10 @@ def report_crash(error: BaseException, run_folder: Path | None = None) -> None:
             _say_lost_output(error)
             return
     rank = os.environ.get("RANK", "")
-    who = f"rank {rank}: " if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1") else ""
+    if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1"):
+        who = f"rank {rank}: "
+    else:
+        who = ""
     what = " ".join(str(error).split())
     what = f"unexpected {type(error).__name__}{f': {what[:600]}' if what else ''}"
     text = "".join(traceback.format_exception(error))
@@ -198,9 +201,15 @@ def _keep_traceback(text: str, what: str, rank: str, run_folder: Path | None) ->
     import secrets
     import tempfile
 
-    folders = [] if run_folder is None or (run_folder / "logs").is_symlink() else [run_folder / "logs"]
+    if run_folder is None or (run_folder / "logs").is_symlink():
+        folders = []
+    else:
+        folders = [run_folder / "logs"]
     # The same name for all ranks of one start on this host with the same error.
-    start = _start_of_ranks() if rank else secrets.token_hex()
+    if rank:
+        start = _start_of_ranks()
+    else:
+        start = secrets.token_hex()
     digest = hashlib.blake2b(f"{start} {what}".encode(errors="replace"), digest_size=4).hexdigest()
     for folder in (*folders, Path(tempfile.gettempdir())):
         path = folder / f"llmscale-{os.getppid() if rank else os.getpid()}-{digest}.traceback.txt"

@@ -54,9 +54,13 @@ def write_failure(error: OSError, out: Path) -> LlmscaleError:
     reason = error.strerror or str(error)
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return MachineError(f"{reason} while {out} was written. Raise the limit with `ulimit -n`.")
-    folder, named = os.path.dirname(os.path.abspath(out)), error.filename
+    folder = os.path.dirname(os.path.abspath(out))
+    named = error.filename
     # An error without a file name comes from a file that was already open, which is one of ours.
-    path = folder if named is None or isinstance(named, int) else os.path.abspath(os.fsdecode(named))
+    if named is None or isinstance(named, int):
+        path = folder
+    else:
+        path = os.path.abspath(os.fsdecode(named))
     is_ours = os.path.commonpath((path, folder)) in (path, folder)
     return DataError(f"Cannot write {out}: {reason}." if is_ours else f"{path}: {reason}. It is needed to write {out}.")
 

@@ -97,5 +97,8 @@ def value_at(place: str, run: object) -> object:
     """Return the attribute or entry of `run` at a path such as `resolved.schedule.lr`."""
     value = run
     for part in place.split("."):
-        value = value[part] if isinstance(value, Mapping) else getattr(value, part)
+        if isinstance(value, Mapping):
+            value = value[part]
+        else:
+            value = getattr(value, part)
     return value

@@ -216,7 +216,9 @@ def describe_invalid(name: str, detail: ErrorDetails, show: Callable[[object], s
 
     `show` formats the value.
     """
-    value, kind, hint = detail["input"], detail["type"], ""
+    value = detail["input"]
+    kind = detail["type"]
+    hint = ""
     rule = detail["msg"].lower().replace("input should", "must")
     if kind == "value_error":
         rule = str(detail["ctx"]["error"])
@@ -232,7 +234,9 @@ def describe_invalid(name: str, detail: ErrorDetails, show: Callable[[object], s
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `" Did you mean 'x'?"` for the names in `known` that `word` probably means, or an empty string."""
     meant = names_meant(word, known)
-    return f" Did you mean {' or '.join(map(repr, meant))}?" if meant else ""
+    if meant:
+        return f" Did you mean {' or '.join(map(repr, meant))}?"
+    return ""
 
 
 def names_meant(word: str, known: Iterable[str]) -> list[str]:
@@ -273,6 +277,7 @@ def _is_one_edit(word: str, name: str) -> bool:
     """Return whether inserting, deleting or replacing one letter, or swapping two neighbours, makes them equal."""
     differing = (at for at, (one, other) in enumerate(zip(word, name, strict=False)) if one != other)
     same = next(differing, min(len(word), len(name)))
-    ours, theirs = word[same:], name[same:]
+    ours = word[same:]
+    theirs = name[same:]
     swapped = ours[1::-1] + ours[2:]
     return swapped == theirs or ours[1:] == theirs[1:] or ours[1:] == theirs or ours == theirs[1:]

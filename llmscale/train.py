@@ -55,7 +55,8 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
     began = time.perf_counter()
     prepare_streams()
     protect_children()
-    stop, heartbeat = stop or StopRequest(), Heartbeat(None, 0)
+    stop = stop or StopRequest()
+    heartbeat = Heartbeat(None, 0)
     here: LauncherVariables | None = None
     config: RunConfig | None = None
     failure: str | None = None

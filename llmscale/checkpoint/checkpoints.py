@@ -96,7 +96,8 @@ class Checkpoints:
             raise ConfigError(f"folder = {str(folder)[:200]!r}: a loop's checkpoints need a folder, not a store.")
         self.engine = engine
         self.folder = Path(folder)
-        self._in_background, self._report = in_background, report
+        self._in_background = in_background
+        self._report = report
         self._group = dist.new_group(backend="gloo")
         disks = find_disks(self.folder, self._group)
         self._lock: TextIO | None = None
@@ -143,7 +144,8 @@ class Checkpoints:
         if self._has_history and self._newest == step:
             return
         self._enter_newest_history(step)
-        engine, group = self.engine, self._group
+        engine = self.engine
+        group = self._group
         state = on_all_ranks(group, self._take_state, step, extra or {}, has_frozen=with_frozen)
         values = on_main_rank(group, state.as_dict)
         fragments = copy_out(on_all_ranks(group, own_fragments, engine, with_frozen=with_frozen))
@@ -159,7 +161,8 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Wait until nothing is being written. Collective. Raises CheckpointError if the last save failed."""
-        step, self._pending = self._pending, None
+        step = self._pending
+        self._pending = None
         if step is None:
             return
         self._saver.wait()
@@ -189,12 +192,16 @@ class Checkpoints:
         if settings not in ("checkpoint", "script"):
             raise ConfigError(f'settings = {settings!r}: must be "checkpoint" or "script".')
         self.wait()
-        group, store = self._group, self._store
+        group = self._group
+        store = self._store
         on_all_ranks(group, check_between_steps, self.engine)
         store.remove_leftovers()
         store.share()
         listing = store.list()
-        source = store.newest_whole(listing) if step is None else store.open(step)
+        if step is None:
+            source = store.newest_whole(listing)
+        else:
+            source = store.open(step)
         if source is None:
             return None
         state = on_main_rank(group, read_engine_state, source)
@@ -212,7 +219,8 @@ class Checkpoints:
         self, state: EngineState, source: Checkpoint, settings: Settings, *, with_scheduler: bool
     ) -> list[str]:
         """Set the engine to a checkpoint, and return what differs. Collective."""
-        engine, group = self.engine, self._group
+        engine = self.engine
+        group = self._group
         before = group_settings(engine)
         matches = on_all_ranks(group, match_groups, state.groups, engine, source.path, settings=settings)
         scalars = on_all_ranks(group, scalars_of_groups, state, matches, engine, source.path)
@@ -400,7 +408,10 @@ def scalars_of_groups(
     scalars = {}
     names = [str(group["name"]) for group in inner_optimizer(engine).param_groups]
     for name, parameters, match in zip(names, group_parameters(engine), matches, strict=True):
-        origins = {match.name} if match else {group_of[member] for member in parameters if member in group_of}
+        if match:
+            origins = {match.name}
+        else:
+            origins = {group_of[member] for member in parameters if member in group_of}
         known = state.optimizer_scalars
         of_origins = [dict(known[origin]) for origin in sorted(origins) if origin in known]
         if any(numbers != of_origins[0] for numbers in of_origins):
@@ -431,7 +442,10 @@ def take_settings(
         set_group_settings(engine, number, taken)
         for key, value in stored.items():
             if key in own and key not in OF_SCHEDULER and own[key] != value:
-                verb = "taken from the checkpoint" if settings == "checkpoint" else "kept as the script has it"
+                if settings == "checkpoint":
+                    verb = "taken from the checkpoint"
+                else:
+                    verb = "kept as the script has it"
                 name = group.name if group else number
                 lines.append(f"{name}.{key}: {value} there, {own[key]} here: {verb}")
     return lines

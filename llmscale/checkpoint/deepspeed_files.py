@@ -110,7 +110,10 @@ def _open(place: Path, names: Sequence[Sequence[str]] | None, allow: Sequence[ty
         if not tensor.is_complete():
             raise CheckpointError(f"{place}: the pieces of '{key}' do not make its {tensor.total:,} elements.")
     config = model.get("ds_config")
-    trained = model["module"].get(groups[0].names[0]) if groups and groups[0].names else None
+    if groups and groups[0].names:
+        trained = model["module"].get(groups[0].names[0])
+    else:
+        trained = None
     return PortableCheckpoint(
         path=place,
         zero_stage=stage,
@@ -228,7 +231,10 @@ def _read_stage0(place: Path, model: Mapping[str, Any], names: Sequence[Sequence
     stored_names = {plain_name(name): name for name in model["module"]}
     names = [[stored_names.get(name, name) for name in of_group] for of_group in names]
     is_flat = "fp32_groups_flat" in optimizer  # FP16_Optimizer, around fused optimizers
-    members = [[0] * len(of_group) for of_group in names] if is_flat else _members(place, inner, names)
+    if is_flat:
+        members = [[0] * len(of_group) for of_group in names]
+    else:
+        members = _members(place, inner, names)
     tensors: dict[str, StoredTensor] = {}
     groups = []
     for number, (of_group, group) in enumerate(zip(names, inner["param_groups"], strict=True)):
@@ -237,7 +243,10 @@ def _read_stage0(place: Path, model: Mapping[str, Any], names: Sequence[Sequence
         for position, name in zip(members[number], of_group, strict=True):
             weights = model["module"][name]
             end = begin + weights.numel()
-            cut = slice(begin, end) if is_flat else slice(None)
+            if is_flat:
+                cut = slice(begin, end)
+            else:
+                cut = slice(None)
             state = inner["state"].get(group["params"][position], {})
             if is_flat:
                 master = optimizer["fp32_groups_flat"][number]
@@ -417,8 +426,14 @@ def _read_universal(place: Path, model: Mapping[str, Any]) -> _Layout:
         names = [tuple(name for sub in group["params"] for name in names[sub]) for group in stored_groups]
     groups = []
     for number, of_group in enumerate(names):
-        settings = plain_settings(stored_groups[number]) if stored_groups else {}
-        scalars = {"step": steps[of_group[0]]} if of_group and of_group[0] in steps else {}
+        if stored_groups:
+            settings = plain_settings(stored_groups[number])
+        else:
+            settings = {}
+        if of_group and of_group[0] in steps:
+            scalars = {"step": steps[of_group[0]]}
+        else:
+            scalars = {}
         if not scalars:
             scalars = {key: value for key, value in states.get(number, {}).items() if _is_scalar(key, value)}
         groups.append(StoredGroup(of_group, settings, scalars))
@@ -493,7 +508,10 @@ def _find_tied(model: Mapping[str, Any], shapes: Mapping[str, Any]) -> dict[str,
 
 
 def _read_scaler(model: Mapping[str, Any], optims: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    source = optims[0].get("loss_scaler") if optims else None
+    if optims:
+        source = optims[0].get("loss_scaler")
+    else:
+        source = None
     if isinstance(source, StoredFields):
         values: Mapping[str, Any] = vars(source)
     else:

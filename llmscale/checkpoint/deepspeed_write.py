@@ -62,12 +62,18 @@ def _write_native(source: PortableCheckpoint, place: Path, ranks: int, stage: in
     else:
         fragments = {name: tensor.read(source.shapes[name]) for _, name, tensor in source.parts("frozen")}
         frozen = _frozen(source, fragments if stage == 2 else {})
-        optimizer = None if stage else _stage0_optimizer(source)
+        if stage:
+            optimizer = None
+        else:
+            optimizer = _stage0_optimizer(source)
         state = common | {"module": _module(source), "optimizer": optimizer} | frozen
         torch.save(state, place / "mp_rank_00_model_states.pt")
     prefix = "bf16_zero" if source.precision == "bf16" else "zero"
     for rank in range(ranks if stage else 0):
-        shard = _stage3_optimizer(source, rank, ranks) if stage == 3 else _stage12_optimizer(source, rank, ranks, stage)
+        if stage == 3:
+            shard = _stage3_optimizer(source, rank, ranks)
+        else:
+            shard = _stage12_optimizer(source, rank, ranks, stage)
         contents = {"optimizer_state_dict": shard, "ds_config": dict(source.ds_config), "ds_version": _version()}
         torch.save(contents, place / f"{prefix}_pp_rank_{rank}_mp_rank_00_optim_states.pt")
 
@@ -229,8 +235,14 @@ def _placeholders(source: PortableCheckpoint) -> OrderedDict[str, Tensor]:
 def _sub_groups(source: PortableCheckpoint, group: StoredGroup, ranks: int) -> list[list[str]]:
     """Cut a group's parameters as stage 3 does: a new sub-group after sub_group_size elements of a rank."""
     zero = source.ds_config.get("zero_optimization")
-    largest = zero.get("sub_group_size", _SUB_GROUP_SIZE) if isinstance(zero, Mapping) else _SUB_GROUP_SIZE
-    limit = int(largest) if isinstance(largest, int | float) else _SUB_GROUP_SIZE
+    if isinstance(zero, Mapping):
+        largest = zero.get("sub_group_size", _SUB_GROUP_SIZE)
+    else:
+        largest = _SUB_GROUP_SIZE
+    if isinstance(largest, int | float):
+        limit = int(largest)
+    else:
+        limit = _SUB_GROUP_SIZE
     sizes = {name: -(-math.prod(source.shapes[name]) // ranks) for name in group.names}
     if limit >= sum(sizes.values()):
         return [list(group.names)]
@@ -286,7 +298,11 @@ def _scaler_keys(source: PortableCheckpoint) -> dict[str, Any]:
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 
     is_dynamic = "cur_iter" in source.loss_scaler
-    scaler: Any = DynamicLossScaler(1.0, **_SCALER_DEFAULTS) if is_dynamic else LossScaler(scale=1.0)
+    scaler: Any
+    if is_dynamic:
+        scaler = DynamicLossScaler(1.0, **_SCALER_DEFAULTS)
+    else:
+        scaler = LossScaler(scale=1.0)
     vars(scaler).update(source.loss_scaler)
     return {"loss_scaler": scaler, "dynamic_loss_scale": is_dynamic, "overflow": False}
 

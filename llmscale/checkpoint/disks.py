@@ -52,10 +52,14 @@ def find_disks(run: Path, group: dist.ProcessGroup) -> Disks:
 
     Raises CheckpointError on every rank if a rank cannot write to its folder.
     """
-    rank, mains = dist.get_rank(group), [-1] * dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    mains = [-1] * dist.get_world_size(group)
     while -1 in mains:
         main = mains.index(-1)
-        own = on_all_ranks(group, _write_mark, run) if rank == main else on_all_ranks(group, lambda: None)
+        if rank == main:
+            own = on_all_ranks(group, _write_mark, run)
+        else:
+            own = on_all_ranks(group, lambda: None)
         mark = gather(group, own)[main]
         sees = gather(group, mains[rank] == -1 and mark is not None and _sees(run / mark))
         mains = [main if seen else known for known, seen in zip(mains, sees, strict=True)]
@@ -122,7 +126,8 @@ def share_descriptions(run: Path, group: dist.ProcessGroup, disks: Disks) -> Non
 
 def _descriptions(run: Path) -> tuple[int, dict[str, _Description], dict[str, bytes]]:
     """Return the number of a disk's history, its checkpoints, and the run's small files."""
-    listing, checkpoints = find_checkpoints(run), {}
+    listing = find_checkpoints(run)
+    checkpoints = {}
     for saved in [*listing.current, *listing.abandoned]:
         files = {name: read_regular(saved.path / name, MAX_BYTES) for name in (MANIFEST_NAME, STATE_NAME)}
         pieces = load_pieces(saved.path)

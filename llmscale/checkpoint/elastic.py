@@ -113,7 +113,10 @@ class _Patch:
             save_latest: bool = True,
             exclude_frozen_parameters: bool = False,
         ) -> bool:
-            name = f"global_step{engine.global_steps}" if tag is None else str(tag)
+            if tag is None:
+                name = f"global_step{engine.global_steps}"
+            else:
+                name = str(tag)
             checkpoints = Checkpoints(engine, Path(save_dir) / name, keep_last=1, report=self.report)
             group = dist.new_group(backend="gloo")
             try:

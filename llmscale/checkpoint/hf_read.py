@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
     from llmscale.engine.zero_layout import ShardView
 
-SAFETENSORS_SUFFIX, PICKLE_SUFFIX = ".safetensors", ".bin"
+SAFETENSORS_SUFFIX = ".safetensors"
+PICKLE_SUFFIX = ".bin"
 #: Files that hold all weights, the safe format first. With INDEX_SUFFIX: the index of weights in several files.
 _SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 INDEX_SUFFIX = ".index.json"
@@ -46,6 +47,10 @@ _MODEL_PREFIX = re.compile(r"^[a-z]+\.")
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
 #: Elements that are converted and checked together: 64 MiB in fp32.
 _CHUNK = 1 << 24
+#: Prefixes that wrappers of a model give to its tensors.
+_WRAPPERS = re.compile(
+    r"_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_forward_module\.|base_model\.model\.|\bmodule\."
+)
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,10 @@ class WeightsFiles:
 
 def find_weights_files(folder: Path) -> WeightsFiles:
     """Find the weights of a folder from `save_pretrained` or the Hub. Raises CheckpointError."""
-    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    if folder.is_dir():
+        names = [entry.name for entry in folder.iterdir()]
+    else:
+        names = []
     main = choose_weights(names, str(folder), folder)
     if not main.endswith(INDEX_SUFFIX):
         return WeightsFiles(folder, (_checked(folder / main),), {})
@@ -104,7 +112,10 @@ def choose_weights(names: Collection[str], source: str, folder: Path | None = No
     if folder and (stranger := describe_stranger(folder, flag_value=False)):
         raise CheckpointError(f"{source} holds no weights of transformers.{stranger}")
     others = sorted(name for name in names if name.endswith(_OTHER_FORMATS))
-    has = f", but {others[0][:80]}{f' and {len(others) - 1} more' if len(others) > 1 else ''}" if others else ""
+    if others:
+        has = f", but {others[0][:80]}{f' and {len(others) - 1} more' if len(others) > 1 else ''}"
+    else:
+        has = ""
     raise CheckpointError(
         f"{source} holds no weights{has}. Legal: {' or '.join(_SINGLE_FILES)}, or one of them in shards with its "
         f"{INDEX_SUFFIX[1:]}."
@@ -241,19 +252,16 @@ def _without_prefix(name: str) -> str:
     return _MODEL_PREFIX.sub("", name, count=1)
 
 
-#: Prefixes that wrappers of a model give to its tensors.
-_WRAPPERS = re.compile(
-    r"_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_forward_module\.|base_model\.model\.|\bmodule\."
-)
-
-
 def _explain_mismatch(
     missing: Sequence[str], surplus: Sequence[str], stored: Mapping[str, StoredTensor], source: str, architecture: str
 ) -> str:
     """Return what files lack or hold beyond the model of their config.json, why probably, and what to name instead."""
     is_decoder = architecture.endswith("Model") and not architecture.endswith(_LANGUAGE_MODELS)
     named = [_without_prefix(name) if is_decoder else name for name in missing]
-    differences = [f"lacks {_first(named)}"] if missing else []
+    if missing:
+        differences = [f"lacks {_first(named)}"]
+    else:
+        differences = []
     differences += [f"holds {_first(surplus)}"] if surplus else []
     unwrapped = {_WRAPPERS.sub("", name) for name in stored}
     if architecture and not is_decoder and not architecture.endswith(_LANGUAGE_MODELS):
@@ -279,7 +287,8 @@ def _first(names: Sequence[str]) -> str:
 
 
 def _check_tensor(piece: TensorSlice, source: str) -> None:
-    wanted, stored = piece.wanted, piece.stored
+    wanted = piece.wanted
+    stored = piece.stored
     if stored.shape != wanted.shape:
         raise CheckpointError(
             f"{source}: '{stored.name}' has the shape {list(stored.shape)}, and {list(wanted.shape)} by its "

@@ -38,7 +38,8 @@ CARD_NAME = "README.md"
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 #: Names of peft's files.
-ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_CONFIG_NAME = "adapter_config.json"
+ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
 #: Names that `llmscale export` writes, tokenizers' files included, and the only ones that --overwrite deletes.
 _FILE_NAMES = (
     CONFIG_NAME,
@@ -71,7 +72,8 @@ _ALIGNMENT = 8
 #: Folder of a run that holds the description of the published model it started from.
 PUBLISHED_NAME = "published"
 #: File with the published position table's rows after the run's own, and the parameter that they belong to.
-POSITIONS_NAME, POSITIONS = "positions.safetensors", "wpe.weight"
+POSITIONS_NAME = "positions.safetensors"
+POSITIONS = "wpe.weight"
 
 
 def shard_name(number: int, total: int) -> str:
@@ -86,11 +88,17 @@ def check_hf_folder(out: Path, checkpoint: Path, *, overwrite: bool) -> None:
         raise ConfigError(f"--to {out} is a link. Name a folder.")
     try:
         place = out.resolve()
-        names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
+        if out.is_dir():
+            names = sorted(path.name for path in out.iterdir())
+        else:
+            names = []
     except (OSError, RuntimeError) as error:  # RuntimeError: links that lead to each other, before Python 3.13
         raise ConfigError(f"--to {out} cannot be read: {error}. Name another folder.") from None
     checkpoint = checkpoint.resolve()
-    guarded = checkpoint.parent if checkpoint.parent.name == CHECKPOINTS_NAME else checkpoint
+    if checkpoint.parent.name == CHECKPOINTS_NAME:
+        guarded = checkpoint.parent
+    else:
+        guarded = checkpoint
     if place.is_relative_to(guarded):
         raise ConfigError(f"--to {out} is inside {guarded}, where only training writes. Name a folder outside it.")
     if Path.cwd().is_relative_to(place):
@@ -127,7 +135,8 @@ def _is_marked(card: Path) -> bool:
 def check_space(out: Path, weight_bytes: int) -> None:
     """Raise DataError when the disk has no room for `weight_bytes` of weights."""
     place = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-    needed, free = weight_bytes + _SPARE_BYTES, shutil.disk_usage(place).free
+    needed = weight_bytes + _SPARE_BYTES
+    free = shutil.disk_usage(place).free
     if free < needed:
         raise DataError(
             f"Cannot write {out}: {needed / 2**30:.2f} GiB are needed and {free / 2**30:.2f} GiB are free. Free some "
@@ -219,7 +228,8 @@ def _header(tensors: Sequence[HFTensor], dtype: ExportDtype) -> bytes:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:
-        begin, end = end, end + tensor_bytes(tensor, dtype)
+        begin = end
+        end = end + tensor_bytes(tensor, dtype)
         header[tensor.name] = {
             "dtype": _STORED_TYPES[dtype_of(tensor, dtype)][0],
             "shape": list(tensor.shape),
@@ -237,7 +247,9 @@ def open_published(run: Path, config: RunConfig) -> PublishedModel | None:
     for path in (folder, *(folder / name for name in (CONFIG_NAME, GENERATION_NAME, POSITIONS_NAME))):
         if path.is_symlink():
             raise ConfigError(f"{path} is a symbolic link. Put what it leads to in its place.")
-    return read_published_model("the run's", f"{PREFIX}{folder}", config) if (folder / CONFIG_NAME).is_file() else None
+    if (folder / CONFIG_NAME).is_file():
+        return read_published_model("the run's", f"{PREFIX}{folder}", config)
+    return None
 
 
 def last_positions(model: PublishedModel, first: int) -> Tensor | None:

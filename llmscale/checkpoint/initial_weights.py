@@ -74,6 +74,24 @@ if TYPE_CHECKING:
 
 #: Bytes of each end of a file that are hashed: two versions of the weights are sure to differ there.
 _FINGERPRINT_BYTES = 1 << 20
+#: Files that describe a model and its tokenizer, without code.
+_DESCRIPTION = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+#: Interval at which ranks exchange whether the downloads have ended, so that no collective waits longer.
+_FIRST_POLL_S = 0.05
+_POLL_S = 2.0
+#: Form of the Hub's X-Linked-ETag of a large file, which is the name of its file in the cache.
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_VERIFIED_NAME = ".llmscale-verified"
 
 
 @dataclass(frozen=True)
@@ -119,7 +137,9 @@ def find_published_weights(model: PublishedModel, shape: GPTShape, location: Set
     if model.hub_name is not None and _may_have_tokenizer(model.hub_name, files.folder):
         return weights
     weights = replace(weights, files=files.files)
-    return weights if files.are_pickles else _match(weights, files, list_safetensors(files), location)
+    if files.are_pickles:
+        return weights
+    return _match(weights, files, list_safetensors(files), location)
 
 
 def complete_published_weights(
@@ -131,7 +151,8 @@ def complete_published_weights(
     """
     from llmscale.engine.collectives import gather, on_all_ranks
 
-    model, folder = weights.model, weights.model.folder if weights.files else None
+    model = weights.model
+    folder = weights.model.folder if weights.files else None
     if any(gather(world.control, model.hub_name is not None)):
         folder = provide_model(model.hub_name, model.source, folder, world, progress)
 
@@ -287,7 +308,8 @@ def _describe_copies(shape: GPTShape) -> str:
 
 def _check_positions(model: PublishedModel, location: SetLocation) -> tuple[str, ...]:
     """Compare the length of samples with that of the weights' training; return notes. Raises DataError."""
-    made_for, seq_len = model.shape.seq_len, location.manifest.seq_len
+    made_for = model.shape.seq_len
+    seq_len = location.manifest.seq_len
     if seq_len == made_for:
         return ()
     if model.shape.positions == "rotary":
@@ -343,9 +365,9 @@ def base_of_published(weights: PublishedWeights) -> FrozenBase:
 
 def open_base(place: str) -> FrozenBase:
     """Read the description of the checkpoint at `place`, or take a published model's name. Raises LlmscaleError."""
-    return (
-        FrozenBase(place) if is_published(place) else base_of_checkpoint(read_saved_run(open_checkpoint(Path(place))))
-    )
+    if is_published(place):
+        return FrozenBase(place)
+    return base_of_checkpoint(read_saved_run(open_checkpoint(Path(place))))
 
 
 def explain_missing(place: str, run: Path, error: LlmscaleError, flag: str = "--init-from") -> CheckpointError:
@@ -359,11 +381,10 @@ def explain_missing(place: str, run: Path, error: LlmscaleError, flag: str = "--
 def checksum_of(base: FrozenBase, files: Iterable[Path] = ()) -> str:
     """Return the checksum of a base, read whole if it is a published model's `files`; of a checkpoint its manifest has
     the hashes of the files. Raises OSError."""
-    hashes = (
-        {file.name: file.xxh3_128 for file in base.source.manifest.files}
-        if base.source
-        else {path.name: hash_file(path, "xxh3_128") for path in files}
-    )
+    if base.source:
+        hashes = {file.name: file.xxh3_128 for file in base.source.manifest.files}
+    else:
+        hashes = {path.name: hash_file(path, "xxh3_128") for path in files}
     return xxhash.xxh3_128("\n".join(f"{name} {digest}" for name, digest in sorted(hashes.items()))).hexdigest()
 
 
@@ -378,32 +399,14 @@ def check_base(base: FrozenBase, saved: SavedRun) -> None:
         )
 
 
-#: Files that describe a model and its tokenizer, without code.
-_DESCRIPTION = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
-#: Interval at which ranks exchange whether the downloads have ended, so that no collective waits longer.
-_FIRST_POLL_S, _POLL_S = 0.05, 2.0
-#: Form of the Hub's X-Linked-ETag of a large file, which is the name of its file in the cache.
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_VERIFIED_NAME = ".llmscale-verified"
-
-
 class _Download(threading.Thread):
     """Downloads in a thread, so that it may take longer than the timeout of a collective."""
 
     def __init__(self, name: str, source: str, here: Path | None) -> None:
         """`here` is the complete folder in the cache, or None."""
         super().__init__(daemon=True)
-        self._name, self._source = name, source
+        self._name = name
+        self._source = source
         self._cache = cache_of(name.partition("@")[0])
         self._hashed_bytes = 0
         self.folder = here
@@ -427,7 +430,8 @@ class _Download(threading.Thread):
             if not _SHA256.fullmatch(blob.name):
                 continue
             status = blob.stat()
-            note, seen = self._cache / _VERIFIED_NAME / blob.name, f"{status.st_size} {status.st_mtime_ns}"
+            note = self._cache / _VERIFIED_NAME / blob.name
+            seen = f"{status.st_size} {status.st_mtime_ns}"
             if note.is_file() and note.read_text(errors="replace") == seen:
                 continue
             if (digest := hash_file(blob, "sha256", self._count)) != blob.name:
@@ -454,10 +458,14 @@ def provide_model(
     """
     from llmscale.engine.collectives import gather, on_all_ranks
 
-    download = None if name is None or world.local_rank else _Download(name, source, here)
+    if name is None or world.local_rank:
+        download = None
+    else:
+        download = _Download(name, source, here)
     if download is not None:
         download.start()
-    before, wait_s = list[int](), _FIRST_POLL_S
+    before = list[int]()
+    wait_s = _FIRST_POLL_S
     while True:
         is_done = download is None or not download.is_alive()
         ranks = gather(world.control, (is_done, download.done_bytes() if download else 0))

@@ -65,6 +65,9 @@ _MOST_TRIES = 5
 #: Names that are reported when they are not ours; others (`latest`, notes) are ignored.
 _LOOKS_LIKE_OURS = re.compile(r"\.?step-")
 _T = TypeVar("_T")
+PINNED_NAME = "kept.json"
+#: Most pins at a time, so that a run with a spike a day does not fill the disk; the oldest is unpinned first.
+MAX_PINNED = 4
 
 
 @dataclass
@@ -161,7 +164,9 @@ def history_after(listing: FoundCheckpoints, start: Path, run: Path) -> History:
     number = 1 + max([listing.history.number, *(saved.history.number for saved in of_histories)])
     if not is_of_run(start, run):
         is_empty = not (listing.current or listing.abandoned or listing.damaged)
-        return listing.history if is_empty and not listing.history.branches else History(number)
+        if is_empty and not listing.history.branches:
+            return listing.history
+        return History(number)
     known = {saved.path: saved.manifest for saved in of_histories}
     manifest = known.get(start) or load_manifest(start)
     here = (manifest.history.number, manifest.step)
@@ -237,11 +242,6 @@ def _read_history(run: Path, readable: list[Checkpoint], listing: FoundCheckpoin
         )
 
 
-PINNED_NAME = "kept.json"
-#: Most pins at a time, so that a run with a spike a day does not fill the disk; the oldest is unpinned first.
-MAX_PINNED = 4
-
-
 def pinned_checkpoints(run: Path) -> dict[str, str]:
     """Return the pinned folders' names and reasons, the oldest first.
 
@@ -283,7 +283,10 @@ def open_checkpoint(
         raise CheckpointError(f"{path} is one checkpoint, and --step {step} chooses among those of a run folder.")
     if path.is_file() and (stranger := describe_stranger(path)):
         raise CheckpointError(f"{path} is no run folder.{stranger}")
-    named = path.name if path.parent.name == CHECKPOINTS_NAME and path.name in (BEST_NAME, LATEST_NAME) else ""
+    if path.parent.name == CHECKPOINTS_NAME and path.name in (BEST_NAME, LATEST_NAME):
+        named = path.name
+    else:
+        named = ""
     path = path.parent.parent if named else path
     listing = find_checkpoints(path)
     report_passed_over(listing, report)
@@ -297,11 +300,16 @@ def open_checkpoint(
             "--save-every be a multiple of --val-every."
         )
     if listing.current:
-        return listing.current[0] if step is None else _of_step(listing, path, step)
+        if step is None:
+            return listing.current[0]
+        return _of_step(listing, path, step)
     if listing.abandoned or listing.damaged:
         raise CheckpointError(explain_no_checkpoint(listing, path))
     what = "has no checkpoints yet" if path.is_dir() else "does not exist"
-    what = "holds checkpoints, and is not a run folder" if path.is_dir() and path.name == CHECKPOINTS_NAME else what
+    if path.is_dir() and path.name == CHECKPOINTS_NAME:
+        what = "holds checkpoints, and is not a run folder"
+    else:
+        what = what
     if path.parent.name == CHECKPOINTS_NAME and not path.is_dir():
         others = find_checkpoints(path.parent.parent).current
         newest = f" The newest of its run is {others[0].path.name}." if others else ""
@@ -338,7 +346,10 @@ def _of_step(listing: FoundCheckpoints, run: Path, step: int) -> Checkpoint:
             return checkpoint
     steps = ", ".join(str(checkpoint.step) for checkpoint in reversed(listing.current))
     aside = [checkpoint.path for checkpoint in listing.abandoned if checkpoint.step == step]
-    where = f" {aside[0]} is of steps that the run went back from; name that folder to take it." if aside else ""
+    if aside:
+        where = f" {aside[0]} is of steps that the run went back from; name that folder to take it."
+    else:
+        where = ""
     raise CheckpointError(f"{run} has no checkpoint of step {step}. There are: {steps}.{where}")
 
 
@@ -350,9 +361,10 @@ def explain_no_checkpoint(listing: FoundCheckpoints, run: Path) -> str:
         why = f"none of the {num_of_history} checkpoints in {folder} is intact"
     else:
         why = f"the history that began from {listing.origin} has no checkpoints"
-    others = (
-        f" {len(listing.abandoned)} abandoned ones can be taken by naming their folders." if listing.abandoned else ""
-    )
+    if listing.abandoned:
+        others = f" {len(listing.abandoned)} abandoned ones can be taken by naming their folders."
+    else:
+        others = ""
     return f"{why}.{others} To start from scratch, use another run folder."
 
 
@@ -387,7 +399,8 @@ def choose_expired(current: Sequence[Checkpoint], keep_last: int, keep_every: in
 
     The newest ones up to `keep_last` (at least 1) complete ones stay, and multiples of `keep_every` (0: none).
     """
-    expired, num_complete = [], 0
+    expired = []
+    num_complete = 0
     for checkpoint in current:
         if num_complete < keep_last:
             num_complete += checkpoint.is_whole()
@@ -405,7 +418,9 @@ def find_best(current: Sequence[Checkpoint]) -> Checkpoint | None:
     complete = [(validation, saved) for validation, saved in known if saved.is_whole()]
     samples = complete[0][0].samples if complete else ""
     comparable = [(validation.loss, saved) for validation, saved in complete if validation.samples == samples]
-    return min(comparable, key=lambda entry: entry[0])[1] if comparable else None
+    if comparable:
+        return min(comparable, key=lambda entry: entry[0])[1]
+    return None
 
 
 def point_best(run: Path, current: Sequence[Checkpoint]) -> None:
@@ -426,7 +441,8 @@ def apply_retention(run: Path, current: Sequence[Checkpoint], keep_last: int, ke
 
     Pinned, abandoned, unreadable and foreign folders stay, and always the newest complete and the best checkpoint.
     """
-    pinned, best = pinned_checkpoints(run), find_best(current)
+    pinned = pinned_checkpoints(run)
+    best = find_best(current)
     for checkpoint in choose_expired(current, keep_last, keep_every):
         if checkpoint.path.name not in pinned and checkpoint is not best:
             delete_checkpoint(checkpoint.path)
@@ -447,7 +463,8 @@ def delete_checkpoint(path: Path) -> None:
 
 def free_name(wanted: Path) -> Path:
     """Remove the leftover folder `wanted` and return its path, or the first free one with -2, -3, ..."""
-    number, path = 1, wanted
+    number = 1
+    path = wanted
     while os.path.lexists(path):
         if is_real_folder(path):
             shutil.rmtree(path, ignore_errors=True)
@@ -466,7 +483,10 @@ def remove_leftovers(run: Path) -> list[str]:
     """Delete the remains of interrupted saves and deletes; return a line about each. Call it when nobody is saving."""
     lines = []
     folder = checkpoints_folder(run)
-    names = sorted(os.listdir(folder)) if folder.is_dir() else []
+    if folder.is_dir():
+        names = sorted(os.listdir(folder))
+    else:
+        names = []
     for path in (folder / name for name in names if LEFTOVER_NAME.fullmatch(name)):
         if not is_real_folder(path):
             continue

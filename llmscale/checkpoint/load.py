@@ -65,7 +65,10 @@ def load_engine(
     if has_optimizer_state or steps_taken:
         materialise_optimizer_state(engine)
     fragments = engine_fragments(engine, with_frozen=with_frozen)
-    unstepped = {} if steps_taken is None else _unstepped(stored, fragments, steps_taken)
+    if steps_taken is None:
+        unstepped = {}
+    else:
+        unstepped = _unstepped(stored, fragments, steps_taken)
     filled = {key: part for key, part in fragments.items() if key not in unstepped}
     check_nothing_is_dropped(stored, fragments, folder)
     if steps_taken is not None:
@@ -95,7 +98,8 @@ def _unstepped(stored: Iterable[str], wanted: Mapping[str, Fragment], steps_take
 
 def _describe_cast(stored: Mapping[str, Mapping], fragments: Mapping[str, Fragment]) -> str | None:
     key = next(key for key in fragments if key.startswith(MASTER))
-    before, now = DTYPES[stored[key]["dtype"]], fragments[key].local.dtype
+    before = DTYPES[stored[key]["dtype"]]
+    now = fragments[key].local.dtype
     if before == now:
         return None
     names = f"master weights and optimizer states change from {_name(before)} to {_name(now)}"
@@ -111,7 +115,10 @@ def check_nothing_is_dropped(stored: Iterable[str], wanted: Iterable[str], folde
     """Raise CheckpointError when a checkpoint holds tensors that the engine does not have."""
     surplus = sorted(set(stored) - set(wanted))
     if surplus:
-        more = f" and {len(surplus) - 1} more" if len(surplus) > 1 else ""
+        if len(surplus) > 1:
+            more = f" and {len(surplus) - 1} more"
+        else:
+            more = ""
         raise CheckpointError(
             f"{folder} holds '{surplus[0]}'{more}, which this run has no place for: it belongs to another model or "
             "optimizer."
@@ -125,7 +132,10 @@ def check_same_scalars(
     names, own_names = ({f"{group}.{key}" for group in of for key in of[group]} for of in (stored, own))
     if names != own_names:
         name = sorted(names ^ own_names)[0]
-        where = "is stored and this run has no place for it" if name in names else "is not stored"
+        if name in names:
+            where = "is stored and this run has no place for it"
+        else:
+            where = "is not stored"
         raise CheckpointError(
             f"{folder}: the optimizer's number '{name}' {where}: the checkpoint belongs to another optimizer."
         )

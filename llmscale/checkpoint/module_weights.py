@@ -124,7 +124,9 @@ def _read(stored: StoredWeights | ReadableWeights, name: str, shape: tuple[int, 
 
 
 def _convert(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+    if dtype is not None and tensor.is_floating_point():
+        return tensor.to(dtype)
+    return tensor
 
 
 def _plan_files(

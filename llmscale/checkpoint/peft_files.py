@@ -54,7 +54,8 @@ def peft_tensors(shape: GPTShape, family: Family) -> Iterator[tuple[HFTensor, HF
         outputs, inputs = tensor.shape[::-1] if tensor.transposed else tensor.shape
         # A family may have three layers where ours has one adapter: each gets its A, and its rows of B.
         number = next(index for index in range(len(rows)) if tensor.first_row < sum(rows[: index + 1]))
-        module, rank = _PREFIX + tensor.name.removesuffix(".weight"), shape.lora_rank
+        module = _PREFIX + tensor.name.removesuffix(".weight")
+        rank = shape.lora_rank
         yield (
             HFTensor(f"{module}.lora_A.weight", f"{place}.{ADAPTERS[0]}", (rank, inputs), number * rank),
             HFTensor(f"{module}.lora_B.weight", f"{place}.{ADAPTERS[1]}", (outputs, rank), tensor.first_row),
@@ -117,7 +118,9 @@ def read_adapters(folder: Path, shape: GPTShape, family: Family) -> dict[str, Te
 
 def family_beside(shape: GPTShape, base: PublishedModel | None) -> Family:
     """Return the family whose layers the adapters of a published model, or of a run, are named after."""
-    return get_family(base.entries, base.source) if base is not None else family_of(shape)
+    if base is not None:
+        return get_family(base.entries, base.source)
+    return family_of(shape)
 
 
 def load_adapters(engine: DeepSpeedEngine, folder: Path, base: PublishedModel | None, group: dist.ProcessGroup) -> None:

@@ -80,6 +80,8 @@ def from_json(value: object) -> object:
         return tuple(from_json(item) for item in items)
     try:
         entries = {from_json(key): from_json(entry) for key, entry in items}
-        return Counter(entries) if mark == _COUNTER else entries
+        if mark == _COUNTER:
+            return Counter(entries)
+        return entries
     except (TypeError, ValueError):
         raise CheckpointError(f"a saved value is damaged: '{mark}' holds no pairs of a key and a value.") from None

@@ -59,10 +59,12 @@ from llmscale.files.atomic_write import write_durably
 from llmscale.untrusted.documents import Rules, build, parse_json
 from llmscale.untrusted.paths import open_own
 
-INDEX_NAME, RECORDS_NAME = "latest.json", "records"
+INDEX_NAME = "latest.json"
+RECORDS_NAME = "records"
 FORMAT_VERSION = 1
 #: Names in a copy that are this disk's alone.
-TOKEN_NAME, _SEEN_NAME = ".holder", ".remote.json"
+TOKEN_NAME = ".holder"
+_SEEN_NAME = ".remote.json"
 #: Folder in a copy with links to the checkpoints that are being uploaded.
 UPLOADS = ".uploads"
 LOCAL_NAMES = frozenset((TOKEN_NAME, _SEEN_NAME, UPLOADS, ".lock", ".launch.lock", ".agents", CHECKPOINTS_NAME))
@@ -71,7 +73,9 @@ CARRIED = ("history.json", "kept.json")
 _PART_NAME = re.compile(r"[\w.=+@,-]{1,200}", re.ASCII)
 _MAX_STATE_BYTES = 64 << 20
 #: Requests at a time, the longest range of one, and the largest gap between two tensors that it covers.
-_THREADS, _RANGE_BYTES, _GAP_BYTES = 8, 32 << 20, 64 << 10
+_THREADS = 8
+_RANGE_BYTES = 32 << 20
+_GAP_BYTES = 64 << 10
 _FETCH_TRIES = 4
 #: Seconds for which a view keeps the fetched tensors of a checkpoint while another one's are fetched.
 _IN_USE_S = 3600.0
@@ -81,6 +85,10 @@ _Count = Annotated[int, Field(ge=0)]
 _Number = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 _Name = Annotated[str, Field(pattern=f"^({CHECKPOINT_NAME.pattern})$")]
 _Folder = Annotated[str, Field(pattern=r"^e[0-9]{5,}-step-[0-9]{8,}(\.[0-9]+)?$")]
+#: Seconds between two signs of life, unless the environment shortens them, and how many may be missed.
+BEAT_VARIABLE = "LLMSCALE_BEAT_S"
+_BEAT_S = 15.0
+BEATS_MISSED = 4
 
 
 @dataclass(frozen=True)
@@ -139,7 +147,9 @@ def read_index(run: Path) -> RunIndex | None:
     """Return the description of the run whose copy is `run`; None if the URL holds no run. Raises LlmscaleError."""
     url = f"{url_of(run)}/{INDEX_NAME}"
     stored = Store(url).read_versioned(url)
-    return parse_index(stored[0], url) if stored else None
+    if stored:
+        return parse_index(stored[0], url)
+    return None
 
 
 # The copy
@@ -153,7 +163,8 @@ def fetch_run(path: Path) -> Path:
     if url_of(path) is None:
         return path
     run = _run_of(path)
-    seen, failure = None, None
+    seen = None
+    failure = None
     for _ in range(_FETCH_TRIES):
         index = read_index(run)
         if index is None and is_view(run):
@@ -165,7 +176,8 @@ def fetch_run(path: Path) -> Path:
             return path
         except LlmscaleError as error:
             # The run's retention may have removed a checkpoint meanwhile.
-            seen, failure = index, error
+            seen = index
+            failure = error
     raise cast("LlmscaleError", failure)
 
 
@@ -397,7 +409,8 @@ def _drop_unused(checkpoint: Path) -> None:
 
 def _fetch_chunks(checkpoint: Path, remote: str, chunks: list[Chunk], target: str | None = None) -> None:
     url = cast("str", url_of(_run_of(checkpoint)))
-    store, place = Store(url, for_reading=True), f"{url}/{CHECKPOINTS_NAME}/{remote}"
+    store = Store(url, for_reading=True)
+    place = f"{url}/{CHECKPOINTS_NAME}/{remote}"
     sizes = {file.name: file.num_bytes for file in load_manifest(checkpoint).files}
     for name in sorted({chunk.file for chunk in chunks}):
         check_stored_name(name, place)
@@ -409,7 +422,8 @@ def _fetch_chunks(checkpoint: Path, remote: str, chunks: list[Chunk], target: st
 
     def fetch(group: list[Chunk]) -> None:
         for attempt in range(1, _FETCH_TRIES + 1):
-            begin, end = group[0].offset, group[-1].offset + group[-1].num_bytes
+            begin = group[0].offset
+            end = group[-1].offset + group[-1].num_bytes
             data = store.read(f"{place}/{group[0].file}", begin, end)
             bodies = [data[chunk.offset - begin : chunk.offset - begin + chunk.num_bytes] for chunk in group]
             if all(xxh3_128_hexdigest(body) == chunk.xxh3_128 for body, chunk in zip(bodies, group, strict=True)):
@@ -440,11 +454,6 @@ def _ranges(chunks: list[Chunk]) -> Iterator[list[Chunk]]:
         yield group
 
 
-#: Seconds between two signs of life, unless the environment shortens them, and how many may be missed.
-BEAT_VARIABLE = "LLMSCALE_BEAT_S"
-_BEAT_S, BEATS_MISSED = 15.0, 4
-
-
 def boot_name() -> str:
     """Return what a process id needs to be unique: this boot, and this container's process namespace."""
     with suppress(OSError):
@@ -467,7 +476,9 @@ class Lease:
 
     def __init__(self, store: Store, url: str, index: RunIndex, version: str) -> None:
         """`url` is that of latest.json, `version` its own."""
-        self._store, self._url, self._version = store, url, version
+        self._store = store
+        self._url = url
+        self._version = version
         self.index = index
         """Content of latest.json as this trainer wrote it."""
         self._turn = threading.Lock()
@@ -497,7 +508,8 @@ def take_lease(run: Path, report: Callable[[str], None]) -> tuple[Lease, RunInde
     """Take the run whose copy is `run`; return the lease and the description before. Waits for a holder that may be
     gone. Raises ConfigError when another trainer holds it."""
     url = str(url_of(run))
-    store, index_url = Store(url), f"{url}/{INDEX_NAME}"
+    store = Store(url)
+    index_url = f"{url}/{INDEX_NAME}"
     before, version = _wait_until_free(store, url, report) or (None, "")
     if before is None:
         probe_conditions(url)
@@ -517,7 +529,8 @@ def _wait_until_free(store: Store, url: str, report: Callable[[str], None]) -> t
 
     Raises ConfigError when its holder is alive.
     """
-    first, end = None, 0.0
+    first = None
+    end = 0.0
     while stored := store.read_versioned(f"{url}/{INDEX_NAME}"):
         index = parse_index(stored[0], url)
         holder = index.holder
@@ -525,7 +538,8 @@ def _wait_until_free(store: Store, url: str, report: Callable[[str], None]) -> t
             return index, stored[1]
         named = f"process {holder.pid} on host {holder.host}"
         if first is None:
-            first, limit_s = holder, BEATS_MISSED * holder.beat_s
+            first = holder
+            limit_s = BEATS_MISSED * holder.beat_s
             end = time.monotonic() + limit_s
             report(f"{url} is held by {named}; waiting {limit_s:.0f} s for a sign of life before taking it over")
         elif holder != first:

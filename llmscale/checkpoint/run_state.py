@@ -15,6 +15,11 @@ from llmscale.errors import CheckpointError
 from llmscale.untrusted.documents import Rules, build
 from llmscale.untrusted.paths import is_plain_name
 
+#: In older checkpoints, and never read: the optimizer's groups are built from the configuration.
+_DROPPED = ("optimizer_groups",)
+#: Keys of runs in older checkpoints that this version does not have.
+_DROPPED_KEYS = ("record_samples",)
+
 
 def _check_name(name: str) -> str:
     """Return an id that is safe in paths and on a terminal. Raises ValueError."""
@@ -120,9 +125,3 @@ def parse_run_state(values: Mapping[str, object], where: str) -> RunState:
             "use the llmscale that wrote it."
         )
     return build(RunState, values, Rules(CheckpointError), where)
-
-
-#: In older checkpoints, and never read: the optimizer's groups are built from the configuration.
-_DROPPED = ("optimizer_groups",)
-#: Keys of runs in older checkpoints that this version does not have.
-_DROPPED_KEYS = ("record_samples",)

@@ -87,11 +87,15 @@ class CheckpointSaver:
         history of new checkpoints, `disks` are those that they are written to. `check_run_folder` raises OSError on a
         disk whose run folder no longer belongs to this run. `on_saved` gets every finished checkpoint, on every rank.
         """
-        self._run, self._keep_last, self._keep_every = run, keep_last, keep_every
+        self._run = run
+        self._keep_last = keep_last
+        self._keep_every = keep_every
         self.history = history or History()
         """The history of new checkpoints."""
         self._disks = disks
-        self._in_background, self._report, self._check_run_folder = in_background, report, check_run_folder
+        self._in_background = in_background
+        self._report = report
+        self._check_run_folder = check_run_folder
         self._on_saved = on_saved
         # Its own group: a background save's messages must not mix with the training loop's.
         self._group = dist.new_group(backend="gloo")
@@ -157,7 +161,8 @@ class CheckpointSaver:
     def _prepare(self, final: Path, snapshot: Snapshot) -> Path:
         """Create the folder to write into and check the free space. Collective."""
         needed = sum(fragment.local.nbytes for fragment in snapshot.fragments.values())
-        of_ranks, rank = gather(self._group, needed), dist.get_rank()
+        of_ranks = gather(self._group, needed)
+        rank = dist.get_rank()
         total = sum(of_ranks[neighbour] for neighbour in self._disks.neighbours(rank))
 
         def prepare() -> Path:
@@ -188,7 +193,9 @@ class CheckpointSaver:
         of_ranks = gather(self._group, on_all_ranks(self._group, hash_own))
         files = tuple(itertools.chain.from_iterable(of_ranks))
         manifest = on_main_rank(self._group, lambda: _build_manifest(snapshot, files, self.history))
-        pieces, index, rank = None, b"", dist.get_rank()
+        pieces = None
+        index = b""
+        rank = dist.get_rank()
         if not self._disks.is_one:
             index = on_main_rank(self._group, (partial / INDEX_NAME).read_bytes)
             own = [file.name for neighbour in self._disks.neighbours(rank) for file in of_ranks[neighbour]]

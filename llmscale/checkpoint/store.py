@@ -89,7 +89,8 @@ class CheckpointStore:
         """
         rank = dist.get_rank(self.group)
         neighbours = self.disks.neighbours(rank)
-        part, parts = neighbours.index(rank), len(neighbours)
+        part = neighbours.index(rank)
+        parts = len(neighbours)
 
         def look() -> str | None:
             if self.disks.is_one:
@@ -153,7 +154,8 @@ class CheckpointStore:
 def _describe_abandoned(abandoned: list[Checkpoint], history: History, source: Checkpoint) -> str:
     """Describe in one line the checkpoints that going back abandons; the newest comes first in the list."""
     gib = sum(checkpoint.manifest.num_bytes for checkpoint in abandoned) / 2**30
-    first, last = abandoned[-1].path.name, abandoned[0].path.name
+    first = abandoned[-1].path.name
+    last = abandoned[0].path.name
     names = f"{first} to {last}" if len(abandoned) > 1 else last
     return (
         f"history {history.number} of this run begins at step {source.step}. Abandoned: {names} "

@@ -63,13 +63,20 @@ _STORAGES = {
 _MAX_PICKLE_BYTES = 4096
 #: Header of a member in a ZIP archive, with the lengths of the name and the extra field after it.
 _ZIP_HEADER = struct.Struct("<26xHH")
+INDEX_NAME = "tensors.json"
+#: 50 bytes a chunk: ZeRO-3's 1,000 parameters and three states on 1,000 ranks make 150 MB.
+_MAX_INDEX_BYTES = 1 << 30
+#: Prefixes of trained weights, of frozen ones and of buffers (routers' biases).
+WEIGHTS = (f"{MASTER}/", "frozen/", "buffer/")
 
 
 class _Part(io.RawIOBase):
     """A byte range of a file, as a file. (DCP's own view of a part seeks beyond its end when asked for its end.)"""
 
     def __init__(self, file: IO[bytes], offset: int, num_bytes: int) -> None:
-        self._file, self._offset, self._num_bytes = file, offset, num_bytes
+        self._file = file
+        self._offset = offset
+        self._num_bytes = num_bytes
         self._position = 0
 
     def seekable(self) -> bool:
@@ -109,7 +116,8 @@ def find_elements(file: IO[bytes], offset: int, num_bytes: int, dtype: str, elem
             is_flat = is_flat and _list_opcodes(archive.read(pickled)) == _flat_tensor_opcodes(dtype, elements)
     except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError, RuntimeError, KeyError) as error:
         raise CheckpointError(f"{where} holds no tensor as torch.save writes it: {error}.") from None
-    header, stored_bytes = offset + numbers.header_offset, elements * DTYPES[dtype].itemsize
+    header = offset + numbers.header_offset
+    stored_bytes = elements * DTYPES[dtype].itemsize
     if is_flat and numbers.file_size == stored_bytes and offset <= header <= offset + num_bytes - _ZIP_HEADER.size:
         file.seek(header)
         begin = header + _ZIP_HEADER.size + sum(_ZIP_HEADER.unpack(file.read(_ZIP_HEADER.size)))
@@ -133,11 +141,6 @@ def _flat_tensor_opcodes(dtype: str, elements: int) -> list[object]:
     sizes = [0, elements, "TUPLE1", 1, "TUPLE1"]
     hooks = ["NEWFALSE", "collections OrderedDict", "EMPTY_TUPLE", "REDUCE"]
     return [2, "torch._utils _rebuild_tensor_v2", "MARK", *storage, *sizes, *hooks, "TUPLE", "REDUCE", "STOP"]
-
-
-INDEX_NAME = "tensors.json"
-#: 50 bytes a chunk: ZeRO-3's 1,000 parameters and three states on 1,000 ranks make 150 MB.
-_MAX_INDEX_BYTES = 1 << 30
 
 
 @dataclass
@@ -208,7 +211,10 @@ def load_index(folder: Path) -> dict[str, dict]:
         for file, offset, length in _chunk_places(entry, f"{path}, tensor {name[:200]!r},"):
             extents.setdefault(file, []).append((offset, length))
     pieces = load_pieces(folder)
-    elsewhere = {file.name: file.num_bytes for file in load_manifest(folder).files} if pieces else {}
+    if pieces:
+        elsewhere = {file.name: file.num_bytes for file in load_manifest(folder).files}
+    else:
+        elsewhere = {}
     for file, places in extents.items():
         is_here = pieces is None or file in pieces.files
         _check_extents(folder / file, sorted(places), None if is_here else elsewhere.get(file, 0))
@@ -261,7 +267,10 @@ def _chunk_places(entry: object, where: str) -> list[tuple[str, int, int]]:
 def _check_extents(file: Path, places: list[tuple[int, int]], num_bytes: int | None) -> None:
     """Raise CheckpointError for chunks that exceed the file or overlap. `num_bytes` is the size of a file elsewhere."""
     with unreadable_as(CheckpointError, file):
-        num_bytes = check_regular(file, follow_links=False).st_size if num_bytes is None else num_bytes
+        if num_bytes is None:
+            num_bytes = check_regular(file, follow_links=False).st_size
+        else:
+            num_bytes = num_bytes
     ends = [0, *(offset + length for offset, length in places)]
     if ends[-1] > num_bytes or any(offset < end for (offset, _), end in zip(places, ends, strict=False)):
         raise CheckpointError(f"{file.parent / INDEX_NAME} places tensors beyond the end of {file.name} or twice.")
@@ -340,14 +349,19 @@ def _fill(folder: Path, key: str, entry: Mapping, target: Tensor, start: int) ->
 
     A file may be gone, for example because the run continues and has deleted the checkpoint.
     """
-    dtype, end = DTYPES[entry["dtype"]], start + target.numel()
+    dtype = DTYPES[entry["dtype"]]
+    end = start + target.numel()
     remedy = "A run that continues deletes checkpoints that it does not keep; name a newer one."
     for begin, elements, file_name, offset, num_bytes, *_ in entry["chunks"]:
-        first, last = max(start, begin), min(end, begin + elements)
+        first = max(start, begin)
+        last = min(end, begin + elements)
         if first >= last:
             continue
         part = target.detach()[first - start : last - start]
-        numbers = part if part.dtype == dtype and part.is_cpu else torch.empty(last - first, dtype=dtype)
+        if part.dtype == dtype and part.is_cpu:
+            numbers = part
+        else:
+            numbers = torch.empty(last - first, dtype=dtype)
         path = folder / file_name
         with unreadable_as(CheckpointError, path, remedy), open_regular(path, follow_links=False) as file:
             place = find_elements(file, offset, num_bytes, entry["dtype"], elements, f"{path}, '{key[:200]}',")
@@ -356,10 +370,6 @@ def _fill(folder: Path, key: str, entry: Mapping, target: Tensor, start: int) ->
                 raise CheckpointError(f"{path} ends within '{key[:200]}'.")
         if numbers is not part:
             part.copy_(numbers)
-
-
-#: Prefixes of trained weights, of frozen ones and of buffers (routers' biases).
-WEIGHTS = (f"{MASTER}/", "frozen/", "buffer/")
 
 
 class StoredWeights:

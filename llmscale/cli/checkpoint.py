@@ -40,6 +40,18 @@ if TYPE_CHECKING:
 
     from llmscale.config.command_line import FlagParser
 
+_COLUMNS = (
+    Column("checkpoint", is_text=True),
+    Column("step"),
+    Column("tokens", drop=1),
+    Column("ranks", drop=4),
+    Column("stage", drop=5),
+    Column("precision", drop=6),
+    Column("GiB", drop=2),
+    Column("created", is_text=True, drop=3),
+    Column("", is_text=True, least=24),
+)
+
 
 def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     """Add `checkpoint` with its subcommands."""
@@ -56,25 +68,13 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
         )
         action.add_argument("run", type=run_place, metavar="RUN", help="run folder, or one checkpoint of it")
         action.set_defaults(handler=handler)
-    text, example = "compare configuration and state of two checkpoints", "llmscale checkpoint diff runs/a runs/b"
+    text = "compare configuration and state of two checkpoints"
+    example = "llmscale checkpoint diff runs/a runs/b"
     diff = actions.add_parser("diff", help=text, example=example)
     diff.add_argument("a", type=run_place, metavar="A", help="run folder or checkpoint")
     diff.add_argument("b", type=run_place, metavar="B", help="run folder or checkpoint")
     diff.set_defaults(handler=_diff)
     checkpoint_files.add_actions(actions)
-
-
-_COLUMNS = (
-    Column("checkpoint", is_text=True),
-    Column("step"),
-    Column("tokens", drop=1),
-    Column("ranks", drop=4),
-    Column("stage", drop=5),
-    Column("precision", drop=6),
-    Column("GiB", drop=2),
-    Column("created", is_text=True, drop=3),
-    Column("", is_text=True, least=24),
-)
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -106,7 +106,9 @@ def _mark(saved: Checkpoint, latest: Checkpoint, best: Checkpoint | None) -> str
     marks = ["latest"] if saved is latest else []
     if saved is best and saved.manifest.validation:
         marks.append(f"best (loss {saved.manifest.validation.loss:.4f})")
-    return f"<- {', '.join(marks)}" if marks else ""
+    if marks:
+        return f"<- {', '.join(marks)}"
+    return ""
 
 
 def _row(saved: Checkpoint, mark: str) -> list[str]:
@@ -198,7 +200,8 @@ def _prune(args: argparse.Namespace) -> int:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    a, b = find_checkpoint(args.a, print_to_stderr), find_checkpoint(args.b, print_to_stderr)
+    a = find_checkpoint(args.a, print_to_stderr)
+    b = find_checkpoint(args.b, print_to_stderr)
     left, right = ({key: value for key, value in flatten(read_state(one)) if value != {}} for one in (a, b))
     print_visible(f"- {a}\n+ {b}")
     for key in sorted(left.keys() | right.keys()):

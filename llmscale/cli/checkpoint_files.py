@@ -109,4 +109,6 @@ def _reshard(args: argparse.Namespace) -> int:
 
 
 def _count(paths: list[Path]) -> str:
-    return paths[0].name if len(paths) == 1 else f"{len(paths)} files"
+    if len(paths) == 1:
+        return paths[0].name
+    return f"{len(paths)} files"

@@ -68,7 +68,10 @@ def answer_rows(args: argparse.Namespace, gpu: GPU) -> int:
     if args.plot is not None:
         check_plot(args.plot)
     answer = find_rows(read_request(args, gpu), usd_per_gpu_hour=one_for_each(args, PRICE, 1)[0])
-    dry_runs = dry_run_rows(answer) if args.dry_run else []
+    if args.dry_run:
+        dry_runs = dry_run_rows(answer)
+    else:
+        dry_runs = []
     if args.emit is not None and answer.ranking.recommended is not None:
         _emit(args.emit, answer.ranking.recommended.fit, answer.request.nvme_path)
     if args.json:
@@ -85,8 +88,10 @@ def answer_rows(args: argparse.Namespace, gpu: GPU) -> int:
 
 
 def _question_lines(answer: RowsAnswer) -> Iterator[str]:
-    request, ranking = answer.request, answer.ranking
-    step, model = request.step, str(request.keys.get("model", "model"))
+    request = answer.request
+    ranking = answer.ranking
+    step = request.step
+    model = str(request.keys.get("model", "model"))
     shape = step.shape
     yield (
         f"{model}: {describe_parameters(shape)} ({shape.n_layer} layers, {shape.n_head} heads, width "
@@ -114,17 +119,24 @@ def _question_lines(answer: RowsAnswer) -> Iterator[str]:
 
 def _recommendation_lines(answer: RowsAnswer, emitted: Path | None) -> Iterator[str]:
     """Yield the row to take, its memory, its margin and its command; or the bytes that are missing."""
-    request, ranking = answer.request, answer.ranking
+    request = answer.request
+    ranking = answer.ranking
     row = ranking.recommended
     if ranking.recommendation is None or row is None:
         yield from _misfit_lines(find_misfit(ranking.fits, is_restricted=request.is_restricted))
         yield ""
         return
     fit = row.fit
-    name = f"{row.ds_config}: {fit.strategy.describe()}" if row.ds_config else fit.strategy.describe()
+    if row.ds_config:
+        name = f"{row.ds_config}: {fit.strategy.describe()}"
+    else:
+        name = fit.strategy.describe()
     rate = f"; {row.tokens_per_second:,.0f} tokens/s" if row.tokens_per_second else ""
     mfu = f", {row.mfu:.0%} MFU" if row.mfu else ""
-    price = f", ${row.usd_per_billion_tokens:,.0f} per billion tokens" if row.usd_per_billion_tokens else ""
+    if row.usd_per_billion_tokens:
+        price = f", ${row.usd_per_billion_tokens:,.0f} per billion tokens"
+    else:
+        price = ""
     memory = f"{gib(fit.estimate.total_bytes)} of {fit.cluster.gpu_bytes / GIB:.1f} GiB"
     choice = f"* {name}, micro-batch {row.batch}: {memory}, {fit.verdict.strip()}{rate}{mfu}{price}"
     yield from (paint(line, "green", sys.stdout) for line in wrap_line(choice, output_width()))
@@ -162,7 +174,9 @@ def _is_like(bundled: Mapping[str, object], wanted: Mapping[str, object]) -> boo
 
 def _misfit_lines(misfit: Misfit) -> Iterator[str]:
     """Yield the missing bytes and the cheapest change."""
-    nearest, change, more = misfit.nearest, misfit.change, misfit.more_nodes
+    nearest = misfit.nearest
+    change = misfit.change
+    more = misfit.more_nodes
     if nearest.spare_bytes < 0:
         missing = f"{format_size(-nearest.spare_bytes)} more per GPU"
     else:
@@ -199,15 +213,23 @@ def _plot(path: Path, answer: RowsAnswer, rows: Sequence[RankedConfig]) -> None:
         for row in rows
     ]
     request = answer.request
-    seq_len, model = request.step.shape.seq_len, request.keys.get("model", "")
+    seq_len = request.step.shape.seq_len
+    model = request.keys.get("model", "")
     title = f"{model} on {request.machines_in_words}, sequences of {seq_len:,}"
     plot_memory(path, bars, request.cluster.gpu_bytes, title)
 
 
 def _label(row: RankedConfig) -> str:
-    strategy, offload = row.strategy, row.strategy.offload.replace("-", "")
-    mode = "" if strategy.activation_checkpointing == "none" else f"{strategy.activation_checkpointing} ckpt"
-    where = [row.ds_config] if row.ds_config else [f"ZeRO {strategy.stage_words}", offload]
+    strategy = row.strategy
+    offload = row.strategy.offload.replace("-", "")
+    if strategy.activation_checkpointing == "none":
+        mode = ""
+    else:
+        mode = f"{strategy.activation_checkpointing} ckpt"
+    if row.ds_config:
+        where = [row.ds_config]
+    else:
+        where = [f"ZeRO {strategy.stage_words}", offload]
     return ", ".join(part for part in (*where, mode, f"batch {row.fit.plan.micro_batch_size}") if part)
 
 
@@ -217,11 +239,15 @@ def answer_gpus(args: argparse.Namespace, gpus: Sequence[GPU], prices: Sequence[
     for gpu, price in dict.fromkeys(zip(gpus, prices, strict=True)):
         answer = find_rows(read_request(args, gpu), gpu.name, price)
         rows.append(answer.ranking.nearest)
-    request, step = answer.request, answer.request.step
+    request = answer.request
+    step = answer.request.step
     has_prices = None not in prices
     costs = [row.usd_per_billion_tokens or math.inf for row in rows]
     rates = [row.tokens_per_second or 0 for row in rows]
-    best = costs.index(min(costs)) if has_prices else rates.index(max(rates))
+    if has_prices:
+        best = costs.index(min(costs))
+    else:
+        best = rates.index(max(rates))
     lines = [
         f"{request.keys.get('model')}: {describe_parameters(step.shape)}, sequences of {step.shape.seq_len:,}, on "
         f"{request.cluster.in_words('each GPU')}, global batch {step.plan.global_batch_size:,}: the row to take, or "
@@ -282,7 +308,10 @@ def answer_networks(args: argparse.Namespace, gpu: GPU) -> int:
 def answer_largest(args: argparse.Namespace, gpu: GPU) -> int:
     """Print the largest model for each strategy; return 0 if something fits, else 1."""
     request = read_request(args, gpu)
-    model = None if args.model is None else str(args.model)
+    if args.model is None:
+        model = None
+    else:
+        model = str(args.model)
     family = scaling_family(model)
     models = find_largest_models(request.trials, request.cluster, family)
     values = question_values(request) | {"largest_models": models}
@@ -294,7 +323,8 @@ def answer_largest(args: argparse.Namespace, gpu: GPU) -> int:
 def _largest_lines(
     request: EstimateRequest, model: str | None, family: str, models: Sequence[LargestModel]
 ) -> Iterator[str]:
-    step, is_fixed = request.step, request.trials[0].is_fixed
+    step = request.step
+    is_fixed = request.trials[0].is_fixed
     what = "The largest GPT" if model is None else f"The largest model like {model}"
     yield (
         f"{what} that fits {request.machines_in_words}, {step.precision}: sequences of {step.shape.seq_len:,}, "
@@ -334,7 +364,10 @@ def _shapes_line(model: str | None, family: str) -> str:
             f"Shapes: the {family} presets, and between them depth, heads and MLP as functions of the width; beyond "
             "the widest in proportion to it."
         )
-    whose = "" if model is None or model.startswith("gpt3-") else f"; blocks are {model}'s"
+    if model is None or model.startswith("gpt3-"):
+        whose = ""
+    else:
+        whose = f"; blocks are {model}'s"
     return f"Shapes: GPT-3's table, and between its points depth as a function of the width{whose}."
 
 
@@ -343,10 +376,18 @@ def answer_longest(args: argparse.Namespace, gpu: GPU) -> int:
     # The batch does not matter: each group of GPUs has the micro-batch alone.
     args.global_batch_size = read_cluster(args, gpu).world_size * (args.micro_batch_size or 1)
     request = read_request(args, gpu)
-    cluster, step, is_fixed = request.cluster, request.step, request.trials[0].is_fixed
+    cluster = request.cluster
+    step = request.step
+    is_fixed = request.trials[0].is_fixed
     every_size = sequence_parallel_sizes(cluster.world_size, step.shape.n_head)
-    sizes = [step.plan.ranks.sequence_parallel_size] if args.sequence_parallel_size else every_size
-    trials = request.trials if request.names else [*with_inputs_on_host(request.trials, request.nvme_path)]
+    if args.sequence_parallel_size:
+        sizes = [step.plan.ranks.sequence_parallel_size]
+    else:
+        sizes = every_size
+    if request.names:
+        trials = request.trials
+    else:
+        trials = [*with_inputs_on_host(request.trials, request.nvme_path)]
     rows = find_longest(trials, cluster, sizes)
     fastest = fastest_by_split(request.trials, cluster, sizes)
     rates = {size: row.throughput.tokens_per_second for size, row in fastest.items() if row and row.throughput}

@@ -31,10 +31,14 @@ from llmscale.planning.step_time import RATE_ERROR
 if TYPE_CHECKING:  # a plain estimate does not wait for what only --dry-run needs
     from llmscale.dry_run.simulate import DryRun
 
+#: Bytes of a complete logit at the peak of an unchunked loss: logits, copy and softmax in fp32, and their gradients.
+_WHOLE_LOGIT_BYTES = 12
+
 
 def detail_lines(answer: RowsAnswer, args: argparse.Namespace, dry_runs: list[Comparison]) -> Iterator[str]:
     """Yield what was asked for beside the rows."""
-    rows, fit = answer.ranking.configs, answer.ranking.nearest.fit
+    rows = answer.ranking.configs
+    fit = answer.ranking.nearest.fit
     if fit.step.shape.num_experts:
         yield from _load_lines(fit)
     if args.why:
@@ -91,7 +95,8 @@ def _why_lines(rows: Sequence[RankedConfig], cluster: Cluster) -> Iterator[str]:
         yield f"host is for what is offloaded; {host_words(cluster)}."
     copies = sorted(fit.save_bytes_per_node for fit in fits)
     if copies:
-        least, most = format_size(copies[0]), format_size(copies[-1])
+        least = format_size(copies[0])
+        most = format_size(copies[-1])
         size = least if least == most else f"{least} to {most}"
         yield f"a save takes {size} of each node's memory beside host, for the copy that is written in the background."
     rates = [row.throughput for row in rows if row.throughput]
@@ -107,7 +112,8 @@ def _why_lines(rows: Sequence[RankedConfig], cluster: Cluster) -> Iterator[str]:
 
 def _explain_lines(fit: Candidate) -> Iterator[str]:
     """Yield the known formula of activations beside ours."""
-    plan, shape = fit.plan, fit.step.shape
+    plan = fit.plan
+    shape = fit.step.shape
     yield (
         f"Activations of micro-batch b = {plan.micro_batch_size}, s = {shape.seq_len:,} tokens, width h = "
         f"{shape.n_embd}, a = {shape.n_head} heads, {shape.n_layer} layers, {fit.step.precision}, in GiB. By "
@@ -123,10 +129,6 @@ def _explain_lines(fit: Candidate) -> Iterator[str]:
     )
 
 
-#: Bytes of a complete logit at the peak of an unchunked loss: logits, copy and softmax in fp32, and their gradients.
-_WHOLE_LOGIT_BYTES = 12
-
-
 def explain_activations(
     step: ResolvedStep, capability: ComputeCapability | None = None
 ) -> Iterator[tuple[str, float, str]]:
@@ -137,7 +139,8 @@ def explain_activations(
     width h and a heads.
     """
     ours = step_activations(step, capability)
-    p, shape = ours.p, step.shape
+    p = ours.p
+    shape = step.shape
     unit = shape.n_layer * p.width / 2
     stream = unit * 34 * p.tokens * shape.n_embd
     scores = unit * 5 * shape.n_head * p.tokens * shape.seq_len
@@ -158,7 +161,8 @@ def explain_activations(
 
 def _moment_lines(row: RankedConfig) -> Iterator[str]:
     """Yield one ds_config, moment by moment, in GiB; `*` marks the peak."""
-    fit, estimate = row.fit, row.fit.estimate
+    fit = row.fit
+    estimate = row.fit.estimate
     state_bytes = fit.step.stored_optimizer.state_bytes_per_weight(fit.step.shape.architecture)
     yield ""
     yield (

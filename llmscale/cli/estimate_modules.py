@@ -80,7 +80,8 @@ def answer_hf(args: argparse.Namespace, gpu: GPU, entries: Mapping[str, object],
 
         if not knows(entries["model_type"]):
             raise refusal
-        cluster, micro_batch_size = read_cluster(args, gpu), keys.micro_batch_size or 1
+        cluster = read_cluster(args, gpu)
+        micro_batch_size = keys.micro_batch_size or 1
         try:
             model = read_hf_module(
                 entries,
@@ -155,7 +156,8 @@ def _emit(path: Path, row: ModuleRow) -> None:
 def _lines(
     args: argparse.Namespace, question: ModuleQuestion, answer: ModuleRows, about: str, notes: Sequence[str]
 ) -> Iterator[str]:
-    cluster, rows = question.cluster, answer.rows
+    cluster = question.cluster
+    rows = answer.rows
     precisions = " and ".join(sorted({row.fit.precision for row in rows}))
     yield about.format(parameters=f"{rows[0].fit.num_parameters:,}")
     yield f"on {cluster.in_words(f'{cluster.gpu.name} ({cluster.gpu.memory_gib:g} GiB)')}, {precisions}"

@@ -39,7 +39,31 @@ from llmscale.terminal.table import output_width
 #: Preset for --max-model, whose sizes are replaced.
 _ANY_MODEL = "gpt3-125m"
 #: Context and batch of `--max-model` without a model: GPT-3's context, and 2^20 tokens.
-_MAX_MODEL_SEQ_LEN, _MAX_MODEL_BATCH = 2048, 512
+_MAX_MODEL_SEQ_LEN = 2048
+_MAX_MODEL_BATCH = 512
+EXIT_NOTHING_FITS = 1
+#: Width of a table of rows in a file or a pipe; with --wide no column is left out.
+_TABLE_WIDTH = 100
+_ANY_WIDTH = 1_000_000
+STRATEGY_HEADS = {
+    "strategy.stage_words": "ZeRO",
+    "strategy.offload": "offload",
+    "strategy.activation_checkpointing": "checkpt",
+}
+_ROW_HEADS = {"gpu": "GPU", "usd_per_gpu_hour": "$/h", "ds_config": "ds_config", **STRATEGY_HEADS, "batch": "batch"}
+#: Columns that `total` consists of.
+_PART_HEADS = {f"fit.estimate.peak.{name}": head for name, head in CATEGORIES.items()} | {
+    "fit.estimate.reserve_bytes": "reserve",
+    "fit.estimate.context_bytes": "context",
+}
+_TOTAL_HEADS = {"fit.estimate.total_bytes": "total", "fit.verdict": "  fits"}
+_RATE_HEADS = {
+    "fit.host_bytes_per_node": "host",
+    "fit.nvme_bytes_per_node": "NVMe",
+    "tokens_per_second": "tok/s",
+    "mfu": "MFU",
+    "usd_per_billion_tokens": "$ per 1B",
+}
 
 
 @dataclass(frozen=True)
@@ -83,18 +107,23 @@ class EstimateRequest:
 def read_cluster(args: argparse.Namespace, gpu: GPU) -> Cluster:
     """Return the machines that the flags describe. Raises ConfigError."""
     network = get_interconnect(DEFAULT_INTERCONNECT if args.interconnect == LIST else args.interconnect)
-    host_bytes = None if args.host_memory_gib is None else int(args.host_memory_gib * GIB)
+    if args.host_memory_gib is None:
+        host_bytes = None
+    else:
+        host_bytes = int(args.host_memory_gib * GIB)
     return Cluster(gpu, args.num_gpus or ESTIMATED_GPUS, network, args.num_nodes, host_bytes)
 
 
 def read_request(args: argparse.Namespace, gpu: GPU) -> EstimateRequest:
     """Check all flags and read the files. Raises ConfigError."""
-    cluster, keys = read_cluster(args, gpu), given_keys(args, "estimate")
+    cluster = read_cluster(args, gpu)
+    keys = given_keys(args, "estimate")
     if args.freeze is not None:
         keys["freeze"] = [pattern for text in args.freeze for pattern in text.split(",")]
     config = build_run_config({"model": _ANY_MODEL, **keys})
     keys = {key: getattr(config, key) for key in keys}
-    precision, mode = usable_precision(config.precision, gpu), config.activation_checkpointing
+    precision = usable_precision(config.precision, gpu)
+    mode = config.activation_checkpointing
     config, shape = resolve_model(config, config.seq_len if args.model else config.seq_len or _MAX_MODEL_SEQ_LEN)
     facts = SetFacts(shape.vocab_size, shape.seq_len, num_train_samples=1, eot_token=0)
     least = None if args.model else _MAX_MODEL_BATCH
@@ -105,7 +134,10 @@ def read_request(args: argparse.Namespace, gpu: GPU) -> EstimateRequest:
         plainest = Strategy(0 if config.optimizer == "adafactor" else 3, "none", "none", "none")
         ds = parse_ds_config(strategy_ds_config(plainest, precision), "this model")
         # hpZ gathers faster among the GPUs of a node than among several nodes.
-        hpz_ranks = cluster.gpus_per_node if cluster.num_nodes > 1 and not (args.max_model or args.max_seq_len) else 1
+        if cluster.num_nodes > 1 and not (args.max_model or args.max_seq_len):
+            hpz_ranks = cluster.gpus_per_node
+        else:
+            hpz_ranks = 1
         trial = _trial(config, ds, facts, cluster, least)
         trials = try_strategies(trial, (mode,) if mode else CHECKPOINTING, hpz_ranks, args.nvme_path)
     return EstimateRequest(
@@ -152,29 +184,7 @@ def _names(files: list[DsConfig]) -> list[str] | None:
     return [name if names.count(name) == 1 else path for name, path in zip(names, paths, strict=True)] or None
 
 
-EXIT_NOTHING_FITS = 1
-#: Width of a table of rows in a file or a pipe; with --wide no column is left out.
-_TABLE_WIDTH, _ANY_WIDTH = 100, 1_000_000
-STRATEGY_HEADS = {
-    "strategy.stage_words": "ZeRO",
-    "strategy.offload": "offload",
-    "strategy.activation_checkpointing": "checkpt",
-}
-_ROW_HEADS = {"gpu": "GPU", "usd_per_gpu_hour": "$/h", "ds_config": "ds_config", **STRATEGY_HEADS, "batch": "batch"}
 _ROW_HEADS |= {"fit.plan.filler_share": "fillers"}
-#: Columns that `total` consists of.
-_PART_HEADS = {f"fit.estimate.peak.{name}": head for name, head in CATEGORIES.items()} | {
-    "fit.estimate.reserve_bytes": "reserve",
-    "fit.estimate.context_bytes": "context",
-}
-_TOTAL_HEADS = {"fit.estimate.total_bytes": "total", "fit.verdict": "  fits"}
-_RATE_HEADS = {
-    "fit.host_bytes_per_node": "host",
-    "fit.nvme_bytes_per_node": "NVMe",
-    "tokens_per_second": "tok/s",
-    "mfu": "MFU",
-    "usd_per_billion_tokens": "$ per 1B",
-}
 
 
 def row_heads(*, wide: bool) -> dict[str, str]:
@@ -184,7 +194,8 @@ def row_heads(*, wide: bool) -> dict[str, str]:
 
 def question_values(request: EstimateRequest) -> dict[str, object]:
     """Return model, machines and assumptions."""
-    cluster, step = request.cluster, request.step
+    cluster = request.cluster
+    step = request.step
     return {
         "shape": step.shape,
         "global_batch_size": step.plan.global_batch_size,
@@ -218,7 +229,10 @@ class RowsAnswer:
         rows = self.ranking.configs
         if self.request.names:
             return [*rows]
-        chosen = distinct_rows(self.ranking) if is_complete else choose_between(self.ranking)
+        if is_complete:
+            chosen = distinct_rows(self.ranking)
+        else:
+            chosen = choose_between(self.ranking)
         return [rows[index] for index in chosen]
 
     def values(self) -> dict[str, object]:
@@ -241,9 +255,13 @@ def find_rows(request: EstimateRequest, gpu: str | None = None, usd_per_gpu_hour
 
 def row_lines(answer: RowsAnswer, *, is_complete: bool, wide: bool) -> Iterator[str]:
     """Yield the rows in GiB; `*` marks the recommended one."""
-    choices, recommended = answer.choices(is_complete=is_complete), answer.ranking.recommended
+    choices = answer.choices(is_complete=is_complete)
+    recommended = answer.ranking.recommended
     group = "strategy.zero_stage" if is_complete and not answer.request.names else ""
-    width = _ANY_WIDTH if wide else output_width() or _TABLE_WIDTH
+    if wide:
+        width = _ANY_WIDTH
+    else:
+        width = output_width() or _TABLE_WIDTH
     yield from table(row_heads(wide=wide), choices, is_marked=lambda row: row is recommended, group=group, width=width)
     yield ""
     left_out = len(answer.choices(is_complete=True)) - len(choices)

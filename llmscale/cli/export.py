@@ -115,7 +115,8 @@ def _export_adapters(args: argparse.Namespace, model: ExportedModel, trained: Tr
         card=build_adapter_card(model, trained),
         overwrite=args.overwrite,
     )
-    out, rank = make_visible_line(str(args.to)), trained.shape.lora_rank
+    out = make_visible_line(str(args.to))
+    rank = trained.shape.lora_rank
     print(
         f"Wrote {out}: adapters of rank {rank} of step {trained.state.step} for peft, {num_bytes:,} bytes, and a card."
     )

@@ -21,6 +21,19 @@ if TYPE_CHECKING:
     from llmscale.evaluate.prune import Pruned
     from llmscale.model.gpt import GPT
 
+_CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+{mark}
+---
+
+# A pruned model
+
+Made with `llmscale prune`: {zeros:,} of the {weights:,} weights of its blocks' linear layers are zero, two of every
+four along the inputs (2:4 structured sparsity, chosen by magnitude).
+"""
+
 
 def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     """Add `prune`."""
@@ -43,7 +56,10 @@ def _run(args: argparse.Namespace) -> int:
     from llmscale.evaluate.model_source import find_model
     from llmscale.untrusted.terminal import print_to_stderr
 
-    gpu = None if args.gpu is None else get_gpu(args.gpu, other="")
+    if args.gpu is None:
+        gpu = None
+    else:
+        gpu = get_gpu(args.gpu, other="")
     find = partial(find_model, args.run, print_to_stderr, args.step)
     return use_checkpoint(find, partial(_prune, args, gpu))
 
@@ -100,7 +116,10 @@ def _check_gpu(named: GPU | None) -> bool:
     from llmscale.engine.device_memory import gpu_capability
     from llmscale.evaluate.prune import check_sparse_cores
 
-    capability = gpu_capability() if named is None else named.capability
+    if named is None:
+        capability = gpu_capability()
+    else:
+        capability = named.capability
     if capability is not None:
         check_sparse_cores("this machine's GPU" if named is None else f"--gpu {named.name}", capability)
     return capability is not None
@@ -124,20 +143,6 @@ def _write(model: GPT, source: ModelSource, pruned: Pruned, folder: Path, *, ove
             overwrite=overwrite,
             progress=written.add,
         )
-
-
-_CARD = """---
-library_name: transformers
-pipeline_tag: text-generation
-tags:
-{mark}
----
-
-# A pruned model
-
-Made with `llmscale prune`: {zeros:,} of the {weights:,} weights of its blocks' linear layers are zero, two of every
-four along the inputs (2:4 structured sparsity, chosen by magnitude).
-"""
 
 
 def _lines(pruned: Pruned, before: dict[str, float], after: dict[str, float]) -> list[str]:

@@ -118,7 +118,10 @@ def _run(args: argparse.Namespace) -> int:
     losses.sort(key=lambda pair: -pair[0])
     logged_loss = history.train.get(args.step)
     starts = [record for after, record in history.of_kind("event", "start") if after < args.step]
-    trained_by = {name: starts[-1].get(name) for name in _FACTS} if starts else {}
+    if starts:
+        trained_by = {name: starts[-1].get(name) for name in _FACTS}
+    else:
+        trained_by = {}
     if args.json:
         values = {"step": args.step, "checkpoint": checkpoint and str(checkpoint), "logged_loss": logged_loss}
         values |= asdict(replayed) | {"trained_by": trained_by}
@@ -126,9 +129,15 @@ def _run(args: argparse.Namespace) -> int:
         print(json.dumps(values, indent=1))
         return 0
     again = args.step - 1 - start.first_step
-    norm = "" if replayed.grad_norm is None else f", gradient norm {replayed.grad_norm:.4g}"
+    if replayed.grad_norm is None:
+        norm = ""
+    else:
+        norm = f", gradient norm {replayed.grad_norm:.4g}"
     print(f"step {args.step:,} of {start.resolved.total_steps:,}: loss {replayed.loss:.6f}{norm}")
-    begin = checkpoint.name if checkpoint else f"step 0 ({_origin(start.config.init_from)})"
+    if checkpoint:
+        begin = checkpoint.name
+    else:
+        begin = f"step 0 ({_origin(start.config.init_from)})"
     print(f"from {begin}, {count_nouns(again, 'step')} in between taken again; {_who(replayed.replayed_by)}")
     if checkpoint is None and (later := _start_between(args.step, _describing(args.step, listing).step, history)):
         print(f"with the flags of the start after step {later:,}: those of the start that took the step are gone")
@@ -154,9 +163,15 @@ def _choose_checkpoint(run: Path, step: int, listing: FoundCheckpoints, history:
     has_beginning = starts[0] == 0 if starts else listing.origin is None
     if has_beginning and step <= _MOST_FROM_START:
         return None
-    spans = [f"1 to {min(_MOST_FROM_START, last):,}"] if has_beginning else []
+    if has_beginning:
+        spans = [f"1 to {min(_MOST_FROM_START, last):,}"]
+    else:
+        spans = []
     spans += [f"{whole[-1].step + 1:,} to {last:,}"] if whole and whole[-1].step < last else []
-    can = f"Steps {' and '.join(spans)} can be replayed" if spans else "No step can be replayed"
+    if spans:
+        can = f"Steps {' and '.join(spans)} can be replayed"
+    else:
+        can = "No step can be replayed"
     limit = f", the first {_MOST_FROM_START} from its beginning" if has_beginning else ""
     raise CheckpointError(
         f"--step {step}: {run} has no checkpoint before it any more. {can}{limit}. train.py's --keep-every N keeps "
@@ -165,7 +180,9 @@ def _choose_checkpoint(run: Path, step: int, listing: FoundCheckpoints, history:
 
 
 def _origin(init_from: str | None) -> str:
-    return "its weights from the seed" if init_from is None else f"its weights from {init_from}"
+    if init_from is None:
+        return "its weights from the seed"
+    return f"its weights from {init_from}"
 
 
 def _config(args: argparse.Namespace, listing: FoundCheckpoints, checkpoint: Path | None, folder: Path) -> RunConfig:
@@ -188,11 +205,16 @@ def _config(args: argparse.Namespace, listing: FoundCheckpoints, checkpoint: Pat
     recorded: object
     if after:
         later = load_run_state(after[-1])
-        recorded, steps = later.config, later.hyperparameters.get("steps")
+        recorded = later.config
+        steps = later.hyperparameters.get("steps")
     else:
         described = load_json(Path(where), Rules(ConfigError))
-        recorded, resolved = described.get("config"), described.get("resolved")
-        steps = resolved.get("total_steps") if isinstance(resolved, dict) else None
+        recorded = described.get("config")
+        resolved = described.get("resolved")
+        if isinstance(resolved, dict):
+            steps = resolved.get("total_steps")
+        else:
+            steps = None
     if not isinstance(recorded, dict):
         raise ConfigError(f"{where} holds no configuration.")
     # No step depends on the others, which are at their defaults.
@@ -246,7 +268,10 @@ def _beginning(run: Path, config: RunConfig, state: RunState) -> dict[str, objec
 
     # A later start may leave --init-from out.
     init_from = config.init_from or given_flags(load_starts(run)[:1]).get("init_from")
-    batch = {} if config.batch_ramp_from else {"global_batch_size": state.identity.get("global_batch_size")}
+    if config.batch_ramp_from:
+        batch = {}
+    else:
+        batch = {"global_batch_size": state.identity.get("global_batch_size")}
     return {
         "resume": "none",
         "init_from": init_from,
@@ -263,7 +288,8 @@ def _parse_samples(words: Sequence[str], start: Start, step: int) -> frozenset[i
     """
     import numpy as np
 
-    sets, stream = start.sets, start.stream
+    sets = start.sets
+    stream = start.stream
     sizes = [location.manifest.splits["train"].num_samples for location in sets.locations]
     begins = dict(zip(sets.names, [sum(sizes[:place]) for place in range(len(sizes))], strict=True))
     steps = range(start.first_step + 1, step + 1) if words else ()
@@ -273,7 +299,10 @@ def _parse_samples(words: Sequence[str], start: Start, step: int) -> frozenset[i
     for word in " ".join(words).replace(",", " ").split():
         name, _, number = word.rpartition(":")
         name = name or (sets.names[0] if len(sets.names) == 1 else "")
-        sample_id = begins[name] + int(number) if name in begins and number.isdecimal() else -1
+        if name in begins and number.isdecimal():
+            sample_id = begins[name] + int(number)
+        else:
+            sample_id = -1
         if not any(sample_id in batch for batch in batches.values()):
             raise ConfigError(
                 f"--without {word}: steps {start.first_step + 1} to {step} have no such sample. Name ids of `llmscale "
@@ -320,13 +349,17 @@ def _take_step(session: Session, without: frozenset[int]) -> tuple[list[MicroBat
     import torch
 
     step = session.step
-    batches, weights = session.fetch(step), None
+    batches = session.fetch(step)
+    weights = None
     session.decide(step)
     if without:
         for place, batch in enumerate(batches):
             stays = ~torch.isin(batch.sample_ids, torch.tensor(sorted(without)))
             # A micro-batch with no sample left is a filler.
-            rows = stays if stays.any() else torch.ones_like(stays)
+            if stays.any():
+                rows = stays
+            else:
+                rows = torch.ones_like(stays)
             is_target = None if batch.is_target is None else batch.is_target[rows]
             batches[place] = type(batch)(batch.tokens[rows], batch.sample_ids[stays], is_target)
         num_left = sum(len(batch.sample_ids) for batch in batches)
@@ -341,7 +374,9 @@ def _take_watched_step(session: Session, without: frozenset[int]) -> Replayed:
 
     from llmscale.engine.deepspeed_engine import gradient_norm
 
-    engine, resolved, world = session.engine.deepspeed, session.run.resolved, session.run.world
+    engine = session.engine.deepspeed
+    resolved = session.run.resolved
+    world = session.run.world
     of_sequences: deque[Tensor] = deque()
     engine.module.head.sequence_losses = of_sequences
     with _gradient_squares(engine) as squares:
@@ -352,7 +387,8 @@ def _take_watched_step(session: Session, without: frozenset[int]) -> Replayed:
             # A sample may be cut into several sequences.
             means = each.double().view(len(batch.sample_ids), -1).mean(1).cpu() / batch.target_shares()
             losses |= zip(batch.sample_ids.tolist(), means.tolist(), strict=True)
-    norm, total = gradient_norm(engine), sum(squares.values()) ** 0.5
+    norm = gradient_norm(engine)
+    total = sum(squares.values()) ** 0.5
     # The optimizer is given clipped gradients: all times one factor.
     factor = norm / total if norm is not None and total else 1.0
     norms = {name: factor * square**0.5 for name, square in sorted(squares.items(), key=lambda item: -item[1])}
@@ -369,7 +405,8 @@ def _gradient_squares(engine: DeepSpeedEngine) -> Iterator[dict[str, float]]:
     from llmscale.engine.zero_layout import inner_optimizer, parameter_shards
     from llmscale.numerics.probe import shards_to_step
 
-    inner, shards = inner_optimizer(engine), list(parameter_shards(engine))
+    inner = inner_optimizer(engine)
+    shards = list(parameter_shards(engine))
     step: Callable[..., object] = inner.step
     squares: dict[str, float] = {}
 

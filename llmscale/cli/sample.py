@@ -237,7 +237,8 @@ class _Sampler:
         from llmscale.evaluate.generate import check_memory, check_prompt
         from llmscale.terminal.progress import count_words, show_progress
 
-        args, shape = self.args, self.model.shape
+        args = self.args
+        shape = self.model.shape
         if self.conversation is not None and len(prompts) > 1:
             for prompt in prompts:
                 print(_marked_prompt(f"> {prompt}"))
@@ -308,12 +309,15 @@ def _write(
     chunks: Iterator[TextChunk], batch: Sequence[_Request], args: argparse.Namespace, first: int, progress: Progress
 ) -> None:
     """Print several texts in the order of the prompts, each once all earlier ones are complete."""
-    texts, ends, next_number = [""] * len(batch), [""] * len(batch), 0
+    texts = [""] * len(batch)
+    ends = [""] * len(batch)
+    next_number = 0
     for chunk in chunks:
         texts[chunk.number] += chunk.text
         ends[chunk.number] = chunk.ended_by or ""
         while next_number < len(batch) and ends[next_number]:
-            request, text = batch[next_number], texts[next_number]
+            request = batch[next_number]
+            text = texts[next_number]
             progress.clear()
             if args.json:
                 values = {"prompt": request.prompt, "sample": request.number, "seed": request.seed}

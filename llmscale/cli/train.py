@@ -125,14 +125,19 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
 
 def _split_flags(words: Sequence[str]) -> tuple[int | None, list[str]]:
     """Return the number of processes, or None, and the words for train.py. Raises ConfigError."""
-    asked, first, rest = None, "", []
+    asked = None
+    first = ""
+    rest = []
     remaining = iter(words[1:] if words[:1] == ["--"] else words)
     for word in remaining:
         name, equals, value = word.partition("=")
         if name.replace("_", "-") not in _OWN_FLAGS:
             rest.append(word)
             continue
-        given = value if equals else next(remaining, "")
+        if equals:
+            given = value
+        else:
+            given = next(remaining, "")
         if first and first != name:
             raise ConfigError(f"{first} and {name} are the same setting twice. Give it once.")
         if first:

@@ -59,7 +59,9 @@ class MicroBatch(NamedTuple):
     def target_ids(self) -> Tensor:
         """Return the ids of all targets, [n]."""
         ids = self.tokens[:, 1:]
-        return ids.flatten() if self.is_target is None else ids[self.is_target[:, 1:]]
+        if self.is_target is None:
+            return ids.flatten()
+        return ids[self.is_target[:, 1:]]
 
     def target_shares(self) -> NDArray[np.float64]:
         """Return the share of targets among the tokens of each window, [micro_batch_size]."""
@@ -70,7 +72,9 @@ class MicroBatch(NamedTuple):
     @property
     def num_targets(self) -> int:
         """Targets that count in the loss; none in a filler."""
-        return 0 if self.is_filler else len(self.target_ids())
+        if self.is_filler:
+            return 0
+        return len(self.target_ids())
 
     @property
     def is_filler(self) -> bool:
@@ -119,8 +123,10 @@ def rank_sample_ids(order: StreamOrder, plan: FeedPlan, first_sample: int, num_s
     micro_batch_size]. Those of a filler are inverted (~id)."""
     positions = np.arange(first_sample, first_sample + num_steps * plan.global_batch_size, dtype=np.int64)
     batches = zip(np.split(positions, num_steps), np.split(order.rows(positions), num_steps), strict=True)
-    unit, share = plan.micro_batch_size, plan.micro_batch_size * plan.gradient_accumulation_steps
-    ids, is_filler = np.empty((num_steps, share), np.int64), np.ones((num_steps, share), np.bool_)
+    unit = plan.micro_batch_size
+    share = plan.micro_batch_size * plan.gradient_accumulation_steps
+    ids = np.empty((num_steps, share), np.int64)
+    is_filler = np.ones((num_steps, share), np.bool_)
     for step, (batch, rows) in enumerate(batches):
         mine = shard_batch(batch, rows, plan.layout, unit)
         is_filler[step, : len(mine)] = False
@@ -152,9 +158,13 @@ class Feed(Iterator[MicroBatch]):
             raise ConfigError(f"The order has {order.num_samples} samples, the dataset {len(shards)}.")
         self.order = order
         self.plan = plan
-        self._pin_memory, self.has_mask = pin_memory, shards.has_mask
+        self._pin_memory = pin_memory
+        self.has_mask = shards.has_mask
         can_fork = "fork" in multiprocessing.get_all_start_methods()
-        together = max(1, _WINDOWS_AT_ONCE // plan.micro_batch_size) if num_workers else 1
+        if num_workers:
+            together = max(1, _WINDOWS_AT_ONCE // plan.micro_batch_size)
+        else:
+            together = 1
         ahead = 2 * plan.gradient_accumulation_steps // (together * max(1, num_workers))
         dataset = _WindowDataset(shards)
         # Each worker's first message is one micro-batch, so that the first step starts early.
@@ -189,10 +199,12 @@ class Feed(Iterator[MicroBatch]):
         if not self._received:
             self._receive()
         windows = self._received.popleft()
-        sample_ids, is_target = torch.from_numpy(windows.sample_ids[windows.sample_ids >= 0]), None
+        sample_ids = torch.from_numpy(windows.sample_ids[windows.sample_ids >= 0])
+        is_target = None
         ids = windows.tokens
         if self.has_mask:
-            ids, is_target = ids_of(windows.tokens), torch.from_numpy(are_targets(windows.tokens))
+            ids = ids_of(windows.tokens)
+            is_target = torch.from_numpy(are_targets(windows.tokens))
         tokens = torch.from_numpy(ids.astype(np.int64))
         if self._pin_memory:
             return MicroBatch(tokens.pin_memory(), sample_ids, None if is_target is None else is_target.pin_memory())
@@ -223,7 +235,8 @@ class Feed(Iterator[MicroBatch]):
 
     def close(self) -> None:
         """Stop the workers; the feed is unusable afterwards."""
-        workers, self._workers = self._workers, []
+        workers = self._workers
+        self._workers = []
         self._messages = None
         self._received.clear()
         for worker in workers:
@@ -259,7 +272,10 @@ class Feed(Iterator[MicroBatch]):
 def _describe_end(number: int, worker: BaseProcess) -> str:
     """Return the message for a worker that has ended, which never happens in normal operation."""
     code = worker.exitcode or 0
-    how = f"ended with status {code}" if code >= 0 else describe_death(-code)
+    if code >= 0:
+        how = f"ended with status {code}"
+    else:
+        how = describe_death(-code)
     return f"Data worker {number} (process {worker.pid}) {how}. Use fewer with --num-workers."
 
 
@@ -297,11 +313,16 @@ class _WindowDataset(Dataset[_Message]):
         """Read micro-batches, given the ids of each, [micro_batch_size]."""
         try:
             ids = np.concatenate(sample_ids)
-            read = self._shards.read_marked if self._shards.has_mask else self._shards.read
+            if self._shards.has_mask:
+                read = self._shards.read_marked
+            else:
+                read = self._shards.read
             windows = read(np.where(ids < 0, ~ids, ids))
             tokens = windows.reshape(len(sample_ids), -1, windows.shape[1])
         except DataError as error:
-            return _Message([], str(error)) if len(sample_ids) == 1 else self._until_failure(sample_ids)
+            if len(sample_ids) == 1:
+                return _Message([], str(error))
+            return self._until_failure(sample_ids)
         return _Message(list(map(_Windows, tokens, sample_ids)), None)
 
     def _until_failure(self, sample_ids: list[NDArray[np.int64]]) -> _Message:
@@ -327,13 +348,18 @@ class _MessageIds(Sampler[list[NDArray[np.int64]]]):
         self._num_alone = num_alone
 
     def __iter__(self) -> Iterator[list[NDArray[np.int64]]]:
-        size, first_sample, num_alone = self._plan.micro_batch_size, self._start_sample, self._num_alone
+        size = self._plan.micro_batch_size
+        first_sample = self._start_sample
+        num_alone = self._num_alone
         while True:
             plan, samples = self._plan.at(first_sample)
             num_steps = max(1, min(samples, _POSITIONS_AT_ONCE) // plan.global_batch_size)
             ids = deque(rank_sample_ids(self._order, plan, first_sample, num_steps).reshape(-1, size))
             while ids:
-                together = 1 if num_alone > 0 else min(self._together, len(ids))
+                if num_alone > 0:
+                    together = 1
+                else:
+                    together = min(self._together, len(ids))
                 num_alone -= 1
                 yield [ids.popleft() for _ in range(together)]
             first_sample += num_steps * plan.global_batch_size

@@ -50,6 +50,19 @@ _WEIGHT_SCHEMA = {
     "pattern": r"^[0-9][0-9_,.]*([eE][+-]?[0-9]+)?[kKmMbBgGtT]?$",
 }
 _UNTIL = re.compile(r"\s*(\S+?)(?:\s+of\s+the\s+run)?\s*")
+_FILE = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, defer_build=True)
+#: Key of a run's identity under which a checkpoint records data, fingerprint and samples of each dataset.
+RECORDED_SETS = "sets"
+#: Folder of a run with the descriptions of its datasets, by the first letters of their fingerprint.
+KEPT_NAME = "dataset"
+_KEPT_LETTERS = 16
+#: Properties that all datasets of a mixture must share.
+_ALIKE = {
+    "tokenizer_sha256": "another tokenizer",
+    "vocab_size": "another vocabulary",
+    "eot_token": "another end of documents",
+    "seq_len": "windows of another length",
+}
 
 
 def _check_name(name: str) -> str:
@@ -59,15 +72,24 @@ def _check_name(name: str) -> str:
 
 
 def _parse_weight(value: object) -> Fraction:
-    weight = None if isinstance(value, bool) else _number(str(value))
+    if isinstance(value, bool):
+        weight = None
+    else:
+        weight = _number(str(value))
     if weight is None:
         raise ValueError("must be a number from 0 on")
     return weight
 
 
 def _parse_until(value: object) -> Fraction:
-    matched = None if isinstance(value, bool) else _UNTIL.fullmatch(str(value))
-    until = _number(matched[1]) if matched else None
+    if isinstance(value, bool):
+        matched = None
+    else:
+        matched = _UNTIL.fullmatch(str(value))
+    if matched:
+        until = _number(matched[1])
+    else:
+        until = None
     if until is None or not 0 < until <= 1:
         raise ValueError("must be the part of the run where the stage ends, such as 0.9")
     return until
@@ -87,7 +109,6 @@ _Until = Annotated[
         }
     ),
 ]
-_FILE = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, defer_build=True)
 
 
 class MixFileStage(BaseModel):
@@ -140,7 +161,8 @@ class MixRecipe:
     @property
     def parts(self) -> tuple[Fraction, ...]:
         """Fraction of the run's samples from each dataset; they add up to 1."""
-        parts, begin = [Fraction(0)] * len(self.names), Fraction(0)
+        parts = [Fraction(0)] * len(self.names)
+        begin = Fraction(0)
         for stage in self.stages:
             for place, share in enumerate(stage.shares):
                 parts[place] += (stage.until - begin) * share / sum(stage.shares)
@@ -161,9 +183,10 @@ def read_recipe(path: Path) -> MixRecipe:
     sets = _locate(where, written, path.parent)
     if (written.weights is None) == (written.stages is None):
         raise ConfigError(f"{where}: give either `weights`, for the whole run, or `stages`.")
-    listed = (
-        [MixFileStage.model_construct(weights=written.weights)] if written.weights is not None else written.stages or []
-    )
+    if written.weights is not None:
+        listed = [MixFileStage.model_construct(weights=written.weights)]
+    else:
+        listed = written.stages or []
     stages = _stages(where, listed, tuple(sets))
     unused = [name for place, name in enumerate(sets) if not any(stage.shares[place] for stage in stages)]
     if unused:
@@ -228,13 +251,19 @@ def _stages(where: str, listed: Sequence[MixFileStage], names: tuple[str, ...]) 
     stages: list[MixStage] = []
     for number, stage in enumerate(listed, 1):
         spot = f"{where}: stage {number}" if len(listed) > 1 else where
-        begin = stages[-1].until if stages else Fraction(0)
+        if stages:
+            begin = stages[-1].until
+        else:
+            begin = Fraction(0)
         is_last = number == len(listed)
         until = Fraction(1) if is_last and stage.until is None else stage.until
         if is_last and until != 1:
             raise ConfigError(f"{spot}: the last stage lasts to the end of the run. Drop its `until`.")
         if until is None or until <= begin or (until == 1 and not is_last):
-            given = "missing" if until is None else f"{float(until):g}"
+            if until is None:
+                given = "missing"
+            else:
+                given = f"{float(until):g}"
             raise ConfigError(
                 f"{spot}: `until` is {given}, and must be the part of the run where the stage ends, more than "
                 f"{float(begin):g} and less than 1."
@@ -248,7 +277,8 @@ def _shares(where: str, given: Mapping[str, Fraction], names: tuple[str, ...]) -
     ConfigError."""
     for name in given:
         if name not in names:
-            hint, legal = did_you_mean(name, names), ", ".join(names)
+            hint = did_you_mean(name, names)
+            legal = ", ".join(names)
             raise ConfigError(f"{where}: weights names {name!r}, which is not in sets.{hint} Legal: {legal}.")
     weights = tuple(given.get(name, Fraction(0)) for name in names)
     if not sum(weights):
@@ -262,7 +292,9 @@ def _number(text: str) -> Fraction | None:
     with suppress(ValueError):
         value = parse_number(text)
     # A number of many digits in a mixture would take hours.
-    return Fraction(value) if value == 0 or (value > 0 and abs(value.adjusted()) <= 120) else None
+    if value == 0 or (value > 0 and abs(value.adjusted()) <= 120):
+        return Fraction(value)
+    return None
 
 
 def whole_shares(weights: tuple[Fraction, ...]) -> tuple[int, ...]:
@@ -280,19 +312,6 @@ def whole_shares(weights: tuple[Fraction, ...]) -> tuple[int, ...]:
     for place in remainders[: max(0, MAX_PERIOD - sum(shares))]:
         shares[place] += 1
     return tuple(shares)
-
-
-#: Key of a run's identity under which a checkpoint records data, fingerprint and samples of each dataset.
-RECORDED_SETS = "sets"
-#: Folder of a run with the descriptions of its datasets, by the first letters of their fingerprint.
-KEPT_NAME, _KEPT_LETTERS = "dataset", 16
-#: Properties that all datasets of a mixture must share.
-_ALIKE = {
-    "tokenizer_sha256": "another tokenizer",
-    "vocab_size": "another vocabulary",
-    "eot_token": "another end of documents",
-    "seq_len": "windows of another length",
-}
 
 
 @dataclass(frozen=True)
@@ -357,8 +376,13 @@ class TrainingSets:
 
     def as_recorded(self, identity: Mapping[str, object]) -> TrainingSets:
         """Return the datasets in the proportions of the whole run, if a checkpoint's `identity` records them."""
-        recorded = recorded_recipe(self.recipe.path, identity.get(RECORDED_SETS)) if self.recipe else None
-        return replace(self, recipe=recorded) if recorded and recorded.names == self.names else self
+        if self.recipe:
+            recorded = recorded_recipe(self.recipe.path, identity.get(RECORDED_SETS))
+        else:
+            recorded = None
+        if recorded and recorded.names == self.names:
+            return replace(self, recipe=recorded)
+        return self
 
     def with_split(self, split: str) -> tuple[SetLocation, ...]:
         """Return the datasets that have this split."""
@@ -379,7 +403,8 @@ def open_training_sets(
     )
     for name, location in zip(recipe.names[1:], located[1:], strict=True):
         for key, words in _ALIKE.items():
-            mine, first = getattr(location.manifest, key), getattr(located[0].manifest, key)
+            mine = getattr(location.manifest, key)
+            first = getattr(located[0].manifest, key)
             if mine != first:
                 raise DataError(
                     f"{data}: the dataset {name} has {words} than {recipe.names[0]}: {key} {mine} and {first}. Prepare "
@@ -407,7 +432,10 @@ def open_recorded_sets(
 
 def _find_recipe(data: str, identity: Mapping[str, object]) -> MixRecipe:
     """Return the recipe in a YAML, or the one in a checkpoint's `identity` when that file was deleted."""
-    recorded = None if os.path.exists(data) else recorded_recipe(Path(data), identity.get(RECORDED_SETS))
+    if os.path.exists(data):
+        recorded = None
+    else:
+        recorded = recorded_recipe(Path(data), identity.get(RECORDED_SETS))
     return recorded or read_recipe(Path(data))
 
 
@@ -434,8 +462,14 @@ def open_kept_sets(run: Path, fingerprint: str, data: str) -> TrainingSets | Non
     except (OSError, DataError):
         return None
     names = tuple(place.name.partition("-")[2] for place in places)
-    recipe = MixRecipe(run, names, tuple(map(str, places)), ()) if any(names) else None
-    sets = TrainingSets(data, locations, recipe) if locations else None
+    if any(names):
+        recipe = MixRecipe(run, names, tuple(map(str, places)), ())
+    else:
+        recipe = None
+    if locations:
+        sets = TrainingSets(data, locations, recipe)
+    else:
+        sets = None
     return sets if sets is not None and sets.fingerprint == fingerprint else None
 
 
@@ -483,7 +517,8 @@ class MixedShards:
         windows = np.empty((len(sample_ids), self._parts[0].manifest.seq_len + 1), dtype)
         owners = np.searchsorted(self._ends, sample_ids, side="right")
         for owner in np.unique(owners):
-            part, chosen = self._parts[owner], np.flatnonzero(owners == owner)
+            part = self._parts[owner]
+            chosen = np.flatnonzero(owners == owner)
             windows[chosen] = read(part, sample_ids[chosen] - (self._ends[owner] - len(part)))
         return windows
 
@@ -524,7 +559,8 @@ def build_pattern(shares: tuple[int, ...]) -> Pattern:
     random; samples come in the random order of their dataset.
     """
     period = sum(shares)
-    ranks, owners = np.empty(period, np.int64), np.empty(period, np.int64)
+    ranks = np.empty(period, np.int64)
+    owners = np.empty(period, np.int64)
     waiting = [(0, owner) for owner, share in enumerate(shares) if share]
     heapq.heapify(waiting)
     ready: list[tuple[int, int]] = []
@@ -534,7 +570,8 @@ def build_pattern(shares: tuple[int, ...]) -> Pattern:
             _, owner = heapq.heappop(waiting)
             heapq.heappush(ready, (-(-(placed[owner] + 1) * period // shares[owner]), owner))
         _, owner = heapq.heappop(ready)
-        owners[place], ranks[place] = owner, placed[owner]
+        owners[place] = owner
+        ranks[place] = placed[owner]
         placed[owner] += 1
         heapq.heappush(waiting, (placed[owner] * period // shares[owner], owner))
     return Pattern(np.array(shares, np.int64), owners, ranks)
@@ -566,7 +603,10 @@ def place_stages(
     def place(samples: int) -> int:
         return int(stream_positions(np.array([samples]), skipped)[0])
 
-    here = place(seen) if seen else 0
+    if seen:
+        here = place(seen)
+    else:
+        here = 0
     stages = [stage for stage in saved if stage.begin < here]
     begin = 0
     for number, stage in enumerate(recipe.stages, 1):
@@ -590,7 +630,8 @@ class MixedOrder:
         self.first_ids = np.concatenate(([0], np.cumsum(sizes)))[:-1]
         """First sample id of each dataset, [datasets]."""
         self.num_samples = sum(sizes)
-        self.orders, self.stages = tuple(orders), tuple(stages)
+        self.orders = tuple(orders)
+        self.stages = tuple(stages)
         self._begins = np.array([stage.begin for stage in stages], np.int64)
         self._drawn_before = [np.zeros(len(orders), np.int64)]
         for stage, following in pairwise(stages):
@@ -623,11 +664,14 @@ class MixedOrder:
 
     def _by_set(self, positions: IntArray) -> list[tuple[int, IntArray, IntArray]]:
         """Return each dataset that occurs, the indices of its positions, and their positions in its own order."""
-        owners, places = np.empty_like(positions), np.empty_like(positions)
+        owners = np.empty_like(positions)
+        places = np.empty_like(positions)
         stages = np.searchsorted(self._begins, positions, side="right") - 1
         for number in np.unique(stages):
-            stage, chosen = self.stages[number], np.flatnonzero(stages == number)
+            stage = self.stages[number]
+            chosen = np.flatnonzero(stages == number)
             owners_here, before = build_pattern(stage.shares).owners_at(positions[chosen] - stage.begin)
-            owners[chosen], places[chosen] = owners_here, self._drawn_before[number][owners_here] + before
+            owners[chosen] = owners_here
+            places[chosen] = self._drawn_before[number][owners_here] + before
         by_set = ((int(owner), np.flatnonzero(owners == owner)) for owner in np.unique(owners))
         return [(owner, chosen, places[chosen]) for owner, chosen in by_set]

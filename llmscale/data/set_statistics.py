@@ -62,7 +62,10 @@ def read_statistics(
             if first != sample_id:
                 copies[first] = copies.get(first, 0) + 1
             undecodable += _REPLACEMENT in decode(window.tolist())[_CUT_CHARACTERS:-_CUT_CHARACTERS]
-    most = max(copies.items(), key=lambda item: item[1]) if copies else None
+    if copies:
+        most = max(copies.items(), key=lambda item: item[1])
+    else:
+        most = None
     return WindowStatistics(len(ids), sum(copies.values()), undecodable, most)
 
 

@@ -72,8 +72,12 @@ def share_of(global_batch: int, micro_batch: int, rank: int | None, world_size: 
     """
     if world_size is None:
         is_joined = dist.is_available() and dist.is_initialized()
-        world_size = dist.get_world_size() if is_joined else int(os.environ.get("WORLD_SIZE", "1"))
-        rank = dist.get_rank() if is_joined else int(os.environ.get("RANK", "0"))
+        if is_joined:
+            world_size = dist.get_world_size()
+            rank = dist.get_rank()
+        else:
+            world_size = int(os.environ.get("WORLD_SIZE", "1"))
+            rank = int(os.environ.get("RANK", "0"))
     for name, value in (("global_batch", global_batch), ("micro_batch", micro_batch), ("world_size", world_size)):
         if value < 1:
             raise ConfigError(f"{name} = {value}: it must be at least 1.")
@@ -224,7 +228,10 @@ class Stream(IterableDataset[Batch]):
 
     def _of_worker(self, number: int, count: int) -> Iterator[Batch]:
         """Yield every `count`th micro-batch: a DataLoader takes one of each worker in turn."""
-        place = self.step * self.micro_steps + number if self._place is None else self._place
+        if self._place is None:
+            place = self.step * self.micro_steps + number
+        else:
+            place = self._place
         while place < self._end() * self.micro_steps:
             step, micro_step = divmod(place, self.micro_steps)
             ids = self.sample_ids(step)[micro_step]
@@ -264,28 +271,44 @@ class Stream(IterableDataset[Batch]):
         return {**self.__dict__, "_shards": None}  # workers open the files themselves
 
     def _end(self) -> float:
-        return float("inf") if self.total_steps is None else self.total_steps
+        if self.total_steps is None:
+            return float("inf")
+        return self.total_steps
 
     def _open(self) -> WindowReader:
         if self._shards is None:
             sets = self._sets
             of_one = sets.recipe is None
-            self._shards = TokenShards(sets.first, "train") if of_one else MixedShards(sets.locations, "train")
+            if of_one:
+                self._shards = TokenShards(sets.first, "train")
+            else:
+                self._shards = MixedShards(sets.locations, "train")
         return self._shards
 
     def _read(self, ids: NDArray[np.int64]) -> Batch:
         """Read one micro-batch: ids int64 [micro_batch], inverted for a filler."""
         shards = self._open()
         asked = np.where(ids < 0, ~ids, ids)
-        read = shards.read_marked(asked) if shards.has_mask else shards.read(asked)
-        mask = torch.from_numpy(are_targets(read)) if shards.has_mask else None
+        if shards.has_mask:
+            read = shards.read_marked(asked)
+            mask = torch.from_numpy(are_targets(read))
+        else:
+            read = shards.read(asked)
+            mask = None
         tokens = torch.from_numpy((ids_of(read) if shards.has_mask else read).astype(np.int64))
         return self._batch(MicroBatch(tokens, torch.from_numpy(ids[ids >= 0]), mask))
 
     def _batch(self, micro_batch: MicroBatch) -> Batch:
-        tokens, mask = micro_batch.tokens, micro_batch.is_target
-        labels = tokens if mask is None else tokens.where(mask, IGNORED)
-        weight = 0.0 if micro_batch.is_filler else weight_of(self.plan)
+        tokens = micro_batch.tokens
+        mask = micro_batch.is_target
+        if mask is None:
+            labels = tokens
+        else:
+            labels = tokens.where(mask, IGNORED)
+        if micro_batch.is_filler:
+            weight = 0.0
+        else:
+            weight = weight_of(self.plan)
         return Batch(tokens, labels, weight, micro_batch.sample_ids)
 
 

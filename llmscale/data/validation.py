@@ -37,8 +37,14 @@ class ValidationSplit:
 def open_validation(sets: TrainingSets, max_samples: int, *, document_mask: bool) -> tuple[ValidationSplit, ...]:
     """Open the existing validation splits. `max_samples` is divided over a mixture's datasets as the run's samples are,
     at least one each. `document_mask` is the run's own. Raises ConfigError, DataError."""
-    parts = sets.recipe.parts if sets.recipe else (Fraction(1),)
-    document_end = sets.manifest.eot_token if sets.masks_documents(document_mask) else None
+    if sets.recipe:
+        parts = sets.recipe.parts
+    else:
+        parts = (Fraction(1),)
+    if sets.masks_documents(document_mask):
+        document_end = sets.manifest.eot_token
+    else:
+        document_end = None
     splits = []
     for name, location, part in zip(sets.names, sets.locations, parts, strict=True):
         split = location.manifest.splits.get("val")
@@ -75,7 +81,10 @@ class ValidationBatch(NamedTuple):
     def sums(self, model: Callable[..., Tensor], device: torch.device) -> Tensor:
         """Run the model; return loss x weight, the targets that count in windows, and the weight: [3] in fp64."""
         tokens = self.tokens.to(device)
-        is_target = {} if self.is_target is None else {"is_target": self.is_target[:, 1:].to(device)}
+        if self.is_target is None:
+            is_target = {}
+        else:
+            is_target = {"is_target": self.is_target[:, 1:].to(device)}
         loss = float(model(tokens[:, :-1], tokens[:, 1:], **is_target))
         targets: float = self.weight
         if self.is_target is not None and self.weight:
@@ -85,7 +94,10 @@ class ValidationBatch(NamedTuple):
 
 def validation_sample_ids(num_samples: int, max_samples: int | None) -> NDArray[np.int64]:
     """Return the samples to evaluate: all, or `max_samples` spread evenly over the split. int64, ascending."""
-    count = num_samples if max_samples is None else min(max_samples, num_samples)
+    if max_samples is None:
+        count = num_samples
+    else:
+        count = min(max_samples, num_samples)
     if count < 1:
         raise ConfigError(
             f"Validation needs at least one sample: the split holds {num_samples}, asked for {max_samples}."
@@ -105,8 +117,12 @@ def validation_batches(
     for start in range(0, len(ids), per_round):
         begin = start + layout.data_parallel_rank * micro_batch_size
         mine = ids[begin : begin + micro_batch_size]
-        chosen, is_target = mine if len(mine) else ids[:1], None
-        windows = shards.read_marked(chosen) if shards.has_mask else shards.read(chosen)
+        chosen = mine if len(mine) else ids[:1]
+        is_target = None
+        if shards.has_mask:
+            windows = shards.read_marked(chosen)
+        else:
+            windows = shards.read(chosen)
         if shards.has_mask:
             windows, is_target = ids_of(windows), torch.from_numpy(are_targets(windows))
         tokens = torch.from_numpy(windows.astype(np.int64))

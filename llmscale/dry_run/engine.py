@@ -39,7 +39,8 @@ def dry_run(
     Raises ConfigError for NVMe offload, whose buffers are filled from files, and in a process that is part of a job.
     """
     refuse_nvme(resolved.ds_config)
-    shape, plan = resolved.shape, resolved.plan
+    shape = resolved.shape
+    plan = resolved.plan
     rows = plan.tokens_per_forward * shape.experts_per_token
     tables = {shape.architecture.token_embedding.shape}
     simulation = Simulation(

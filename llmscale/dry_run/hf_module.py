@@ -54,7 +54,10 @@ def read_hf_module(
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     if seq_len is None:
-        seq_len = min(default_seq_len, positions) if isinstance(positions, int) else default_seq_len
+        if isinstance(positions, int):
+            seq_len = min(default_seq_len, positions)
+        else:
+            seq_len = default_seq_len
     tokens = torch.zeros((micro_batch_size, seq_len), dtype=torch.long)
     batch = {"input_ids": tokens, "labels": tokens}
     skeleton = _build_skeleton(config, source)

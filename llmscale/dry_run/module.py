@@ -113,7 +113,10 @@ def simulate_module(
     def forward(engine: DeepSpeedEngine) -> Tensor:
         with _blaming(f"{module.name} on {module.batch_name}"):
             batch = tree_map(_on_gpu, module.batch)
-            output = engine(**batch) if isinstance(batch, Mapping) else engine(*batch)
+            if isinstance(batch, Mapping):
+                output = engine(**batch)
+            else:
+                output = engine(*batch)
             return _loss_of(output, module)
 
     simulation = Simulation(world_size, micro_steps, attribution, capability)
@@ -149,7 +152,10 @@ def _build_engine(module: OwnModule, config: dict[str, Any], attribution: Attrib
 
     logger.setLevel(logging.ERROR)
     is_sharded = config.get("zero_optimization", {}).get("stage", 0) == 3
-    sharding = deepspeed.zero.Init(config_dict_or_path=config) if is_sharded else contextlib.nullcontext()
+    if is_sharded:
+        sharding = deepspeed.zero.Init(config_dict_or_path=config)
+    else:
+        sharding = contextlib.nullcontext()
     with sharding, _blaming(module.name):
         built = module.build()
     if not isinstance(built, nn.Module):
@@ -157,7 +163,10 @@ def _build_engine(module: OwnModule, config: dict[str, Any], attribution: Attrib
     if not is_sharded:
         built = built.to(GPU)
     with _blaming(f"the optimizer of {module.name}"):
-        optimizer = module.optimizer(built) if module.optimizer else _adamw(built)
+        if module.optimizer:
+            optimizer = module.optimizer(built)
+        else:
+            optimizer = _adamw(built)
     _as_on_a_gpu(optimizer)
     with without_memory_prints():
         engine, *_ = deepspeed.initialize(model=built, optimizer=optimizer, config=config, dist_init_required=False)
@@ -207,7 +216,10 @@ def _loss_of(output: Any, module: OwnModule) -> Tensor:
         if result is None and isinstance(output, Sequence | Mapping) and output:
             result = next(iter(output.values() if isinstance(output, Mapping) else output))
     if not isinstance(result, Tensor) or result.numel() != 1:
-        what = f"a tensor {list(result.shape)}" if isinstance(result, Tensor) else f"a {type(output).__name__}"
+        if isinstance(result, Tensor):
+            what = f"a tensor {list(result.shape)}"
+        else:
+            what = f"a {type(output).__name__}"
         raise ConfigError(
             f"{module.name} gives no loss, but {what}: its output must be the loss, have `.loss`, or begin with it."
         )

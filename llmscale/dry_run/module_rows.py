@@ -190,20 +190,27 @@ def strategies_to_simulate(precision: Precision) -> list[tuple[None, DsConfig]]:
 
 
 def _row(question: ModuleQuestion, name: str | None, ds: DsConfig, mode: CheckpointingMode) -> ModuleRow:
-    module, blocks, cluster = question.module, question.blocks, question.cluster
+    module = question.module
+    blocks = question.blocks
+    cluster = question.cluster
     if mode == "full":
         if question.recomputing is None:
             raise ConfigError(f"{module.name} has no activation checkpointing that can be switched on. Drop the flag.")
-        module, blocks = question.recomputing, question.recomputing_blocks
+        module = question.recomputing
+        blocks = question.recomputing_blocks
     config = engine_config(ds, question.micro_steps)
 
     def run(simulated: OwnModule) -> DryRun:
         return simulate_module(simulated, config, cluster.world_size, cluster.gpu.capability)
 
-    sizes = blocks.sizes(ds.zero_stage) if blocks else None
+    if blocks:
+        sizes = blocks.sizes(ds.zero_stage)
+    else:
+        sizes = None
     if blocks is None or sizes is None:
         done = run(module)
-        estimate, parameters = _as_estimate(done), done.num_parameters
+        estimate = _as_estimate(done)
+        parameters = done.num_parameters
     else:
         fewer, more = (run(blocks.cut(size)) for size in sizes)
         times = (blocks.count - sizes[0]) / (sizes[1] - sizes[0])

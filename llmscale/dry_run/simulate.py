@@ -48,8 +48,10 @@ _STEPS = 2
 #: step. Those between allocate nothing else.
 MOST_MICRO_STEPS = 2
 
-_PARAMETERS, _GRADIENTS = Category.PARAMETERS, Category.GRADIENTS
-_BUCKETS, _TEMPORARIES = Category.BUCKETS, Category.TEMPORARIES
+_PARAMETERS = Category.PARAMETERS
+_GRADIENTS = Category.GRADIENTS
+_BUCKETS = Category.BUCKETS
+_TEMPORARIES = Category.TEMPORARIES
 
 #: Category of the memory that a function of DeepSpeed 0.19.8 or of ours allocates. The innermost function on the stack
 #: counts; without one the phase decides.
@@ -284,7 +286,8 @@ def _watch_gradients(engine: DeepSpeedEngine, tracker: MemoryTracker) -> None:
 
 
 def _measure(tracker: MemoryTracker, engine: DeepSpeedEngine, seconds: float) -> DryRun:
-    peaks, states = tracker.peaks(), tracker.peaks(Category.ACTIVATIONS, Category.LOGITS)
+    peaks = tracker.peaks()
+    states = tracker.peaks(Category.ACTIVATIONS, Category.LOGITS)
     return DryRun(
         resident=tracker.live,
         forward=peaks["forward"],

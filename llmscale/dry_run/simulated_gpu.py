@@ -44,6 +44,21 @@ GPU = torch.device("cpu", 1)
 
 #: Large enough: at start-up DeepSpeed only asks whether a copy of the parameters fits.
 _MEMORY_BYTES = 2**50
+#: Modules with process-wide state of DeepSpeed: the communication backend, process groups, whether checkpointing is
+#: configured, how deep zero.Init is nested.
+_STATEFUL_MODULES = (
+    "deepspeed.comm.comm",
+    "deepspeed.utils.groups",
+    "deepspeed.runtime.activation_checkpointing.checkpointing",
+    "deepspeed.runtime.zero.partition_parameters",
+    "deepspeed.runtime.zero.parameter_offload",
+    "deepspeed.runtime.zero.linear",
+)
+_HALF = (torch.float16, torch.bfloat16)
+#: Rows of one block of FlashAttention-2's backward kernel.
+_FLASH_ROWS = 128
+#: Files of torch with frames between an operator and its caller.
+_TORCH_WRAPPERS = ("_ops.py", "eval_frame.py", "_compile.py", "_python_dispatch.py")
 
 
 class _Stream:
@@ -143,18 +158,6 @@ def fake_gpu() -> Iterator[None]:
         yield
     finally:
         real_accelerator.ds_accelerator = before
-
-
-#: Modules with process-wide state of DeepSpeed: the communication backend, process groups, whether checkpointing is
-#: configured, how deep zero.Init is nested.
-_STATEFUL_MODULES = (
-    "deepspeed.comm.comm",
-    "deepspeed.utils.groups",
-    "deepspeed.runtime.activation_checkpointing.checkpointing",
-    "deepspeed.runtime.zero.partition_parameters",
-    "deepspeed.runtime.zero.parameter_offload",
-    "deepspeed.runtime.zero.linear",
-)
 
 
 @contextlib.contextmanager
@@ -270,7 +273,9 @@ def fake_tensors_move() -> Iterator[None]:
     ) -> Tensor:
         made = make_tensor(data, dtype=dtype, requires_grad=requires_grad)
         # torch.tensor ignores the index of a CPU.
-        return made if device is None else torch.empty(made.shape, dtype=made.dtype, device=device)
+        if device is None:
+            return made
+        return torch.empty(made.shape, dtype=made.dtype, device=device)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch, "tensor", tensor))
@@ -284,11 +289,6 @@ def fake_tensors_move() -> Iterator[None]:
 
 
 _aten = torch.ops.aten
-_HALF = (torch.float16, torch.bfloat16)
-#: Rows of one block of FlashAttention-2's backward kernel.
-_FLASH_ROWS = 128
-#: Files of torch with frames between an operator and its caller.
-_TORCH_WRAPPERS = ("_ops.py", "eval_frame.py", "_compile.py", "_python_dispatch.py")
 
 
 @contextlib.contextmanager
@@ -341,7 +341,10 @@ def _attention(
         capability=capability,
     )
     if kernel in ("flash", "flash_padded"):
-        scale = 1 / math.sqrt(head_dim) if scale is None else scale
+        if scale is None:
+            scale = 1 / math.sqrt(head_dim)
+        else:
+            scale = scale
         padding = -head_dim % 8
         if padding:
             query, key, value = (F.pad(tensor, (0, padding)) for tensor in (query, key, value))
@@ -366,7 +369,10 @@ def flash_attention(
     query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, *, is_causal: bool, scale: float | None = None
 ) -> Tensor:
     """Run FlashAttention of [batch, n_head, t, head_dim], whose heads must be a multiple of 8 wide."""
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if scale is None:
+        scale = 1 / math.sqrt(query.shape[-1])
+    else:
+        scale = scale
     y: Tensor = _aten._scaled_dot_product_flash_attention(query, key, value, dropout, is_causal, False, scale=scale)[0]
     return y
 
@@ -398,7 +404,10 @@ def _rms_norm(
     """Run `F.rms_norm` like CUDA's fused kernel (ATen/native/cuda/layer_norm_kernel.cu); under autocast in fp32."""
     if torch.is_autocast_enabled("cpu"):
         input = input.float()
-        weight = None if weight is None else weight.float()
+        if weight is None:
+            weight = None
+        else:
+            weight = weight.float()
     if weight is None:
         weight = input.new_empty(0)
     return cast(Tensor, _FusedRMSNorm.apply(input, weight))
@@ -413,7 +422,9 @@ def _log_softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None, *, o
         if torch.is_grad_enabled() and input.requires_grad:
             # With a copy that the kernel has not, and that is gone when it ends.
             return _real_log_softmax(input.float(), dim)
-        return torch.empty_like(input, dtype=dtype) if out is None else out
+        if out is None:
+            return torch.empty_like(input, dtype=dtype)
+        return out
     return _real_log_softmax(input, dim, dtype=dtype, out=out)
 
 
@@ -426,7 +437,8 @@ class _FusedRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:
         copy = x.contiguous()
-        y, rrms = torch.empty_like(copy), torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+        y = torch.empty_like(copy)
+        rrms = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
         ctx.save_for_backward(x, weight, rrms)
         return y
 
@@ -525,7 +537,9 @@ def kernel_workspace(func: torch._ops.OpOverload, args: tuple[object, ...]) -> S
     if func is _aten._log_softmax.default:
         logits = args[0]
         assert isinstance(logits, Tensor)
-        return () if logits.is_contiguous() else (logits.numel() * logits.element_size(),)
+        if logits.is_contiguous():
+            return ()
+        return (logits.numel() * logits.element_size(),)
     return ()
 
 

@@ -85,13 +85,16 @@ class MemoryTracker(TorchDispatchMode):
         `number_elsewhere`: what `.item()` returns of a floating-point tensor on another device.
         """
         super().__init__()
-        self._device, self._number_elsewhere = device, number_elsewhere
+        self._device = device
+        self._number_elsewhere = number_elsewhere
         self._elsewhere: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
-        self._classify, self._workspace = classify, workspace
+        self._classify = classify
+        self._workspace = workspace
         self._live: dict[int, _Live] = {}
         self._bytes: Counter[Category] = Counter()
         self._numbers = count(1)
-        self._phase, self._category = "", Category.TEMPORARIES
+        self._phase = ""
+        self._category = Category.TEMPORARIES
         self._category_of = {_NO_STORAGE: self._category}
         """Latest category of each storage; kept after its release."""
         self._events: list[Event] = []
@@ -124,21 +127,25 @@ class MemoryTracker(TorchDispatchMode):
         A storage counts in its latest category all the time.
         """
         live = Counter({category: self._before[category] for category in Category if category not in without})
-        total, totals, peaks = sum(live.values()), dict[str, int](), dict[str, Breakdown]()
+        total = sum(live.values())
+        totals = dict[str, int]()
+        peaks = dict[str, Breakdown]()
         for event in self._events:
             category = self._category_of[event.storage]
             if category not in without:
                 live[category] += event.num_bytes
                 total += event.num_bytes
             if total > totals.get(event.phase, -1):
-                totals[event.phase], peaks[event.phase] = total, _breakdown(live)
+                totals[event.phase] = total
+                peaks[event.phase] = _breakdown(live)
         return peaks
 
     @contextmanager
     def phase(self, name: str, category: Category) -> Iterator[None]:
         """Run a block as phase `name`, with new storages in `category`. Live storages count for the phase's peak."""
         before = self._phase, self._category
-        self._phase, self._category = name, category
+        self._phase = name
+        self._category = category
         self._events.append(Event(_NO_STORAGE, 0, name))
         try:
             yield
@@ -188,7 +195,10 @@ class MemoryTracker(TorchDispatchMode):
             return
         live = self._find(storage)
         if live is None:
-            category = self._classify(tensor, func, args) if self._classify is not None else None
+            if self._classify is not None:
+                category = self._classify(tensor, func, args)
+            else:
+                category = None
             self._add(tensor, category or self._category)
         elif live.num_bytes != (resized := allocated_bytes(storage.nbytes(), 1)):
             self._release(id(storage))
@@ -209,7 +219,8 @@ class MemoryTracker(TorchDispatchMode):
         num_bytes = allocated_bytes(storage.nbytes(), 1)
         if num_bytes == 0:
             return
-        key, number = id(storage), next(self._numbers)
+        key = id(storage)
+        number = next(self._numbers)
         # weakref.finalize would also run thousands of callbacks when the process ends.
         reference = weakref.ref(storage, lambda _: self._release(key))
         self._live[key] = _Live(number, num_bytes, category, reference)
@@ -221,7 +232,8 @@ class MemoryTracker(TorchDispatchMode):
 
     def _use_workspace(self, sizes: Sequence[int]) -> None:
         """Count memory that a kernel allocates and frees while it runs."""
-        num_bytes, number = sum(allocated_bytes(size, 1) for size in sizes), next(self._numbers)
+        num_bytes = sum(allocated_bytes(size, 1) for size in sizes)
+        number = next(self._numbers)
         self._change(number, num_bytes, Category.TEMPORARIES)
         self._change(number, -num_bytes, Category.TEMPORARIES)
 

@@ -111,7 +111,11 @@ def _run_selective(block: nn.Module, x: Tensor, *context: object) -> BlockOutput
 
     def run(x: Tensor) -> BlockOutput:
         y = block(x, *context)
-        anchored: BlockOutput = _Anchor.apply(*y) if isinstance(y, tuple) else _Anchor.apply(y)
+        anchored: BlockOutput
+        if isinstance(y, tuple):
+            anchored = _Anchor.apply(*y)
+        else:
+            anchored = _Anchor.apply(y)
         return anchored
 
     return checkpoint(
@@ -136,7 +140,9 @@ class _Anchor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, y: Tensor, *routing: Tensor) -> BlockOutput:
         ctx.save_for_backward(y)
-        return (y.view_as(y), routing[0].view_as(routing[0])) if routing else y.view_as(y)
+        if routing:
+            return (y.view_as(y), routing[0].view_as(routing[0]))
+        return y.view_as(y)
 
     @staticmethod
     def backward(ctx: torch.autograd.function.BackwardCFunction, *gradients: Tensor) -> tuple[Tensor, ...]:
@@ -215,7 +221,9 @@ def _kept_by_nobody() -> Iterator[None]:
 
 def save_products(_: object, op: torch._ops.OpOverload, *args: object, **kwargs: object) -> CheckpointPolicy:
     """Decide whether an operator's result is saved or recomputed in a graph that PyTorch compiles."""
-    return CheckpointPolicy.MUST_SAVE if _is_saved(op, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
+    if _is_saved(op, args, kwargs):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _is_saved(op: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
@@ -247,7 +255,8 @@ def tile_mlps(model: GPT, tile_tokens: int, *, zero_stage: int, checkpointing: C
 
 def _run_mlp(mlp: MLP, tile_tokens: int, is_left_out: bool, x: Tensor) -> Tensor:
     """Run an MLP on [..., n_embd]; replaces `MLP.forward`. `is_left_out`: a recomputed block does not need it."""
-    tokens, run = x.flatten(0, -2), partial(MLP.forward, mlp)
+    tokens = x.flatten(0, -2)
+    run = partial(MLP.forward, mlp)
     # The second is true within a backward pass: torch's own checkpoint asks so, too.
     skips = is_left_out and torch._C._current_graph_task_id() != -1
     y: Tensor = _InTiles.apply(run, tile_tokens, skips, tokens, *mlp.parameters())
@@ -271,7 +280,8 @@ class _InTiles(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: _Context, run: _RunMLP, tile_tokens: int, skips: bool, x: Tensor, *weights: Tensor) -> Tensor:
-        ctx.run, ctx.tile_tokens = run, tile_tokens
+        ctx.run = run
+        ctx.tile_tokens = tile_tokens
         ctx.autocast = dtype, enabled = _autocast_of(x)
         ctx.save_for_backward(x, *weights)
         if skips:
@@ -280,7 +290,10 @@ class _InTiles(torch.autograd.Function):
         with _kept_by_nobody():
             for start in range(0, len(x), tile_tokens):
                 tile = run(x[start : start + tile_tokens])
-                y = tile.new_empty(x.shape) if y is None else y
+                if y is None:
+                    y = tile.new_empty(x.shape)
+                else:
+                    y = y
                 y[start : start + tile_tokens] = tile
         assert y is not None
         return y
@@ -290,7 +303,8 @@ class _InTiles(torch.autograd.Function):
     def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         trained = [weight for weight in weights if weight.requires_grad]
-        of_x, sums = torch.empty_like(x), [torch.zeros_like(weight, dtype=torch.float32) for weight in trained]
+        of_x = torch.empty_like(x)
+        sums = [torch.zeros_like(weight, dtype=torch.float32) for weight in trained]
         dtype, enabled = ctx.autocast
         for start in range(0, len(x), ctx.tile_tokens):
             part = slice(start, start + ctx.tile_tokens)

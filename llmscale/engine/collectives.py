@@ -92,7 +92,8 @@ def on_all_ranks(group: dist.ProcessGroup, action: Callable[_P, _T], *arguments:
 
     Collective.
     """
-    result, failure = None, None
+    result = None
+    failure = None
     try:
         result = action(*arguments, **keywords)
     except Exception as error:
@@ -106,7 +107,8 @@ def on_main_rank(group: dist.ProcessGroup, action: Callable[_P, _T], *arguments:
 
     The result is sent as a pickle.
     """
-    result, failure = None, None
+    result = None
+    failure = None
     if dist.get_rank(group) == 0:
         try:
             result = action(*arguments, **keywords)

@@ -48,7 +48,8 @@ class BlockCompiler:
         """Function called when a later graph fails, for example on a step with another context."""
         self.is_paused = False
         """Run blocks eagerly for now, because graphs compiled earlier would skip new hooks."""
-        self._backend, self._mode = backend, mode
+        self._backend = backend
+        self._mode = mode
 
     def compile_blocks(self, model: GPT, *, zero_stage: int, checkpointing: CheckpointingMode) -> None:
         """Replace the blocks' forward. Call it before `deepspeed.initialize`.
@@ -82,7 +83,8 @@ class BlockCompiler:
         tensors = (x, context.cos, context.sin, context.mask, context.split, context.padding)
         if self.is_paused or self.failure is not None:
             return eager(block, *tensors)
-        graphs, began = self.graphs, time.perf_counter()
+        graphs = self.graphs
+        began = time.perf_counter()
         try:
             y = compiled(block, *tensors)
         except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:

@@ -48,8 +48,10 @@ def build_model(resolved: ResolvedStep, *, seed: int) -> GPT:
 
     section = resolved.ds_config.get("activation_checkpointing", {})
     checkpoint = build_block_checkpoint(resolved.checkpointing, section if isinstance(section, dict) else {})
-    is_sharded, ds_config = resolved.zero_stage == 3, dict(resolved.ds_config)
-    split, experts = build_split(resolved.plan.ranks), divide_experts(resolved.plan.ranks)
+    is_sharded = resolved.zero_stage == 3
+    ds_config = dict(resolved.ds_config)
+    split = build_split(resolved.plan.ranks)
+    experts = divide_experts(resolved.plan.ranks)
     with deepspeed.zero.Init(config_dict_or_path=ds_config) if is_sharded else contextlib.nullcontext():
         return GPT(
             resolved.shape,
@@ -77,7 +79,8 @@ def build_engine(config: RunConfig, resolved: ResolvedStep, compiler: BlockCompi
     for tensor in tensors.frozen_tensors:
         model.get_parameter(tensor.name).requires_grad_(False)
     if resolved.shape.mlp_tile_tokens:
-        tiles, stage = resolved.shape.mlp_tile_tokens, resolved.zero_stage
+        tiles = resolved.shape.mlp_tile_tokens
+        stage = resolved.zero_stage
         tile_mlps(model, tiles, zero_stage=stage, checkpointing=resolved.checkpointing)
     if compiler is not None:
         compiler.compile_blocks(model, zero_stage=resolved.zero_stage, checkpointing=resolved.checkpointing)
@@ -122,8 +125,10 @@ def release_engine(engine: DeepSpeedEngine) -> None:
     and autograd functions, and stage 1's bf16 parameters, because they refer to each other through C++. So their
     contents are cleared one by one.
     """
-    zero, inner = engine.optimizer, inner_optimizer(engine)
-    modules, parameters = list(engine.modules()), list(engine.module.parameters())
+    zero = engine.optimizer
+    inner = inner_optimizer(engine)
+    modules = list(engine.modules())
+    parameters = list(engine.module.parameters())
     engine.destroy()
     for parameter in parameters:
         parameter.grad = None
@@ -189,7 +194,8 @@ def keep_gradient_norm_of_plain_optimizer(engine: DeepSpeedEngine) -> None:
     """
     if not isinstance(engine.optimizer, torch.optim.Optimizer):
         return
-    step, max_norm = engine._take_model_step, engine.gradient_clipping()
+    step = engine._take_model_step
+    max_norm = engine.gradient_clipping()
 
     def take_model_step(lr_kwargs: dict[str, object] | None) -> None:
         gradients = [param.grad for param in engine.module.parameters() if param.grad is not None]
@@ -222,4 +228,6 @@ def gradient_norm(engine: DeepSpeedEngine) -> float | None:
     Synchronises with the device.
     """
     norm = engine.get_global_grad_norm()
-    return None if norm is None else float(norm)
+    if norm is None:
+        return None
+    return float(norm)

@@ -164,7 +164,9 @@ def _require_gradient(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Te
 
     x, *others = inputs
     is_trained = torch.is_grad_enabled() and any(weight.requires_grad for weight in module.parameters())
-    return (x.detach().requires_grad_(), *others) if is_trained and not x.requires_grad else None
+    if is_trained and not x.requires_grad:
+        return (x.detach().requires_grad_(), *others)
+    return None
 
 
 def keep_zeros(model: nn.Module, kinds: Mapping[str, ParameterKind]) -> None:

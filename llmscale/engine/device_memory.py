@@ -48,7 +48,9 @@ def device_memory_bytes() -> int | None:
 
 def gpu_capability() -> ComputeCapability | None:
     """Return the compute capability of this rank's GPU; None on a CPU."""
-    return device_capability(torch.device("cuda")) if torch.cuda.is_available() else None
+    if torch.cuda.is_available():
+        return device_capability(torch.device("cuda"))
+    return None
 
 
 def has_bf16() -> bool:

@@ -27,7 +27,10 @@ def check_engine(engine: DeepSpeedEngine) -> None:
 
     optimizer = inner_optimizer(engine)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        kind = "none" if optimizer is None else type(optimizer).__name__
+        if optimizer is None:
+            kind = "none"
+        else:
+            kind = type(optimizer).__name__
         raise ConfigError(f"the engine's optimizer is {kind}. Checkpoints need a torch.optim.Optimizer.")
     if engine.fp16_enabled() and engine.zero_optimization_stage() == 0:
         raise ConfigError(
@@ -106,13 +109,17 @@ def set_group_settings(engine: DeepSpeedEngine, number: int, settings: Mapping[s
 
 
 def _as_number(value: object) -> object:
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    return value
 
 
 def scheduler_state(engine: DeepSpeedEngine) -> dict[str, object] | None:
     """Return the state of the engine's learning-rate scheduler, None without one."""
     scheduler = engine.lr_scheduler
-    return dict(scheduler.state_dict()) if hasattr(scheduler, "state_dict") else None
+    if hasattr(scheduler, "state_dict"):
+        return dict(scheduler.state_dict())
+    return None
 
 
 def set_counters(engine: DeepSpeedEngine, *, steps: int, samples: int, skipped_steps: int) -> None:

@@ -17,7 +17,9 @@ _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"
 
 def loss_scale(engine: DeepSpeedEngine) -> float | None:
     """Return the current fp16 loss scale; None in every other precision."""
-    return float(engine.optimizer.loss_scale) if engine.fp16_enabled() else None
+    if engine.fp16_enabled():
+        return float(engine.optimizer.loss_scale)
+    return None
 
 
 def get_scaler_state(engine: DeepSpeedEngine) -> dict[str, float] | None:

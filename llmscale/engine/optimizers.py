@@ -39,7 +39,9 @@ MOMENTUM = 0.95
 #: (Liu et al. 2025, equation 4).
 _UPDATE_RMS = 0.2
 #: Coefficients of the quintic of Jordan et al. 2024, chosen for its slope at 0.
-_A, _B, _C = 3.4445, -4.7750, 2.0315
+_A = 3.4445
+_B = -4.7750
+_C = 2.0315
 
 
 class ParameterGroup(TypedDict, total=False):
@@ -144,7 +146,9 @@ def newton_schulz(matrix: Tensor, dtype: torch.dtype) -> Tensor:
         del gram
         x = torch.addmm(x, polynomial, x, beta=_A)
         del polynomial
-    return x.t() if is_tall else x
+    if is_tall:
+        return x.t()
+    return x
 
 
 def orthogonalise(matrix: Tensor, dtype: torch.dtype) -> None:
@@ -211,7 +215,8 @@ class Muon(torch.optim.AdamW):
         groups: dict[int, dist.ProcessGroup | None] = {}
         for shard in parameter_shards(engine):
             if shard.group in self._orthogonalised:
-                parameter, held = parameters[shard.name], engine.module.get_parameter(shard.name)
+                parameter = parameters[shard.name]
+                held = engine.module.get_parameter(shard.name)
                 first, elements, _ = held_range(held)
                 matrices = matrices_of(parameter.matrix_rows, parameter.columns, parts.get(shard.name, ()))
                 # The first element in the flat tensor is negative where this rank has only the end of the matrix.
@@ -239,7 +244,8 @@ class Muon(torch.optim.AdamW):
                     self._step_matrices(flat, group["lr"], group["weight_decay"])
 
     def _step_matrices(self, flat: Tensor, lr: float, weight_decay: float) -> None:
-        gradient, state = flat.grad, self.state[flat]
+        gradient = flat.grad
+        state = self.state[flat]
         assert gradient is not None
         if not state:
             state["momentum_buffer"] = torch.zeros_like(flat)
@@ -274,7 +280,8 @@ class Muon(torch.optim.AdamW):
         parts = [update.narrow(0, *where) for where in exchange.slices]
         sent = torch.cat(parts or [update[:0]]).to(self._device)
         received = sent.new_empty(sum(exchange.receive_sizes))
-        receive_sizes, send_sizes = list(exchange.receive_sizes), list(exchange.send_sizes)
+        receive_sizes = list(exchange.receive_sizes)
+        send_sizes = list(exchange.send_sizes)
         dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=group)
         if received.numel():
             orthogonalise(received.view(exchange.shape), self.dtype)
@@ -284,7 +291,8 @@ class Muon(torch.optim.AdamW):
 
 
 def _plan_matrices(matrices: list[tuple[int, Matrix]], group: dist.ProcessGroup | None) -> MatrixPlan:
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    world_size = dist.get_world_size(group)
     here = [
         (offset, matrix)
         for offset, matrix in matrices
@@ -293,7 +301,9 @@ def _plan_matrices(matrices: list[tuple[int, Matrix]], group: dist.ProcessGroup 
     cut = [(offset, matrix) for offset, matrix in matrices if matrix.is_cut]
     rounds = []
     for owned in plan_rounds([matrix for _, matrix in cut]):
-        slices, send_sizes, receive_sizes = [], [0] * world_size, [0] * world_size
+        slices = []
+        send_sizes = [0] * world_size
+        receive_sizes = [0] * world_size
         for owner in sorted(owned):
             offset, matrix = cut[owned[owner]]
             part = matrix.part_of(rank)

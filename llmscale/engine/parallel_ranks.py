@@ -55,7 +55,8 @@ class RankSplit:
         """
         repeats = self.size // math.gcd(k.shape[2], self.size)
         if repeats > 1:
-            k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
+            k = k.repeat_interleave(repeats, 2)
+            v = v.repeat_interleave(repeats, 2)
         # One exchange for all three: [size, batch, t, heads of a rank, head_dim].
         sent = torch.cat([x.unflatten(2, (self.size, -1)).permute(2, 0, 1, 3, 4) for x in (q, k, v)], dim=3)
         received = self._exchange(sent).transpose(0, 1).flatten(1, 2)

@@ -56,7 +56,10 @@ def join_world() -> World:
     accelerator = get_accelerator()
     local_rank = int(os.environ["LOCAL_RANK"])
     accelerator.set_device(local_rank)
-    backend = accelerator.communication_backend_name() if is_gpu() else "gloo"
+    if is_gpu():
+        backend = accelerator.communication_backend_name()
+    else:
+        backend = "gloo"
     try:
         _meet_again(backend)
         _meet_on_loopback(backend)
@@ -91,8 +94,10 @@ def _meet_again(backend: str) -> None:
     has_agents_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if attempt == "0" or not has_agents_store or os.environ.get("GROUP_WORLD_SIZE") != "1" or dist.is_initialized():
         return
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(address, port, world_size, is_master=False, timeout=COLLECTIVE_TIMEOUT)
     dist.init_process_group(
         backend,

@@ -68,7 +68,10 @@ def train_step(
             # Neighbours share a token, so that each is a target once.
             tokens = tokens.unfold(1, seq_len + 1, seq_len).flatten(0, 1)
         weight = 1.0 if weights is None else weights[micro_step]
-        counted = {} if targets is None else targets.of(micro_step, device, seq_len)
+        if targets is None:
+            counted = {}
+        else:
+            counted = targets.of(micro_step, device, seq_len)
         with nullcontext() if weight else _unrecorded(model):
             loss = engine(tokens[:, :-1], tokens[:, 1:], **counted)
         if weight != 1:
@@ -88,12 +91,20 @@ def train_step(
 @contextmanager
 def _unrecorded(model: GPT) -> Iterator[None]:
     """Leave a filler out of the model's sums over micro-batches: the experts' loads, and z^2."""
-    head, routing, z_squared = model.head, model.routing, model.head.z_squared
+    head = model.head
+    routing = model.routing
+    z_squared = model.head.z_squared
     yield
     if model.routing is not None:
-        model.routing = torch.zeros_like(model.routing) if routing is None else routing
+        if routing is None:
+            model.routing = torch.zeros_like(model.routing)
+        else:
+            model.routing = routing
     if head.z_squared is not None:
-        head.z_squared = torch.zeros_like(head.z_squared) if z_squared is None else z_squared
+        if z_squared is None:
+            head.z_squared = torch.zeros_like(head.z_squared)
+        else:
+            head.z_squared = z_squared
 
 
 def _balance_routers(model: GPT) -> None:

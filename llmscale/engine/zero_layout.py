@@ -183,7 +183,8 @@ def is_stepped(engine: DeepSpeedEngine) -> Callable[[torch.nn.Parameter], bool]:
 
 def grouped_parameters(engine: DeepSpeedEngine) -> list[list[torch.nn.Parameter]]:
     """Return the module's parameters that the optimizer changes, by its groups, in their order."""
-    zero, optimizer = engine.optimizer, inner_optimizer(engine)
+    zero = engine.optimizer
+    optimizer = inner_optimizer(engine)
     if hasattr(zero, "fp32_partitioned_groups_flat"):
         divided: list[list[torch.nn.Parameter]] = [[] for _ in optimizer.param_groups]
         for sub_group, params in enumerate(zero.fp16_groups):
@@ -210,7 +211,8 @@ def piece_of(param: torch.nn.Parameter) -> tuple[int, int, int]:
 
 
 def _stage0_shards(engine: DeepSpeedEngine) -> Iterator[ParameterShard]:
-    zero, optimizer = engine.optimizer, inner_optimizer(engine)
+    zero = engine.optimizer
+    optimizer = inner_optimizer(engine)
     lows = getattr(zero, "fp16_groups", None) or [group["params"] for group in optimizer.param_groups]
     masters = {
         id(low): (master, group_name(group))
@@ -224,7 +226,8 @@ def _stage0_shards(engine: DeepSpeedEngine) -> Iterator[ParameterShard]:
 
 def _fused_shards(engine: DeepSpeedEngine) -> Iterator[ParameterShard]:
     """Yield the parameters of FusedAdam in 16 bit at stage 0, which steps one flat tensor a group."""
-    zero, optimizer = engine.optimizer, inner_optimizer(engine)
+    zero = engine.optimizer
+    optimizer = inner_optimizer(engine)
     group_of = {id(param): index for index, params in enumerate(zero.fp16_groups) for param in params}
     for name, param in _trainable(engine):
         index = group_of[id(param)]
@@ -250,7 +253,8 @@ def _stage12_shards(engine: DeepSpeedEngine) -> Iterator[ParameterShard]:
     for name, param in _trainable(engine):
         index = group_of[id(param)]
         group = optimizer.param_groups[index]
-        flat, rank = group["params"][0], dist.get_rank(shard_group(engine, param))
+        flat = group["params"][0]
+        rank = dist.get_rank(shard_group(engine, param))
         first, _, total = held_range(param)
         part = next((part for part in parts[name] if part.rank == rank), None)
         if part is None:
@@ -261,7 +265,8 @@ def _stage12_shards(engine: DeepSpeedEngine) -> Iterator[ParameterShard]:
 
 
 def _stage3_shards(engine: DeepSpeedEngine) -> Iterator[ParameterShard]:
-    zero, optimizer = engine.optimizer, inner_optimizer(engine)
+    zero = engine.optimizer
+    optimizer = inner_optimizer(engine)
     for name, param in _trainable(engine):
         sub_group, offset, _ = zero.grad_position[zero.get_param_id(param)]
         group = optimizer.param_groups[zero.sub_group_to_group_id[sub_group]]

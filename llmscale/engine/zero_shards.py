@@ -49,7 +49,10 @@ def state_views(engine: DeepSpeedEngine, *, with_frozen: bool = True) -> dict[st
         with _in_memory(engine, shards[0].flat, write=False) as was_on_nvme:
             for key, view in _views_of(engine, shards):
                 views[key] = ShardView(view.local.clone(), view.start, view.total) if was_on_nvme else view
-    frozen = _frozen_views(engine) if with_frozen else {}
+    if with_frozen:
+        frozen = _frozen_views(engine)
+    else:
+        frozen = {}
     return views | frozen | _buffer_views(engine)
 
 
@@ -85,7 +88,8 @@ def group_scalars(engine: DeepSpeedEngine) -> dict[str, dict[str, float]]:
     names = count_names(engine)
     scalars: dict[str, dict[str, float]] = {}
     for shards in _shards_by_flat(engine):
-        flat, group = shards[0].flat, names[shards[0].group]
+        flat = shards[0].flat
+        group = names[shards[0].group]
         if group in scalars:
             continue
         with _in_memory(engine, flat, write=False):
@@ -143,7 +147,8 @@ def _only(optimizer: torch.optim.Optimizer, name: str, flat: Tensor) -> Iterator
     before = [(group, group["params"], group["lr"]) for group in optimizer.param_groups]
     gradient = flat.grad
     for group in optimizer.param_groups:
-        group["params"], group["lr"] = [], 0.0
+        group["params"] = []
+        group["lr"] = 0.0
     # The first of two with the name, if ranks divide experts: both have the same hyperparameters.
     next(group for group in optimizer.param_groups if group_name(group) == name)["params"] = [flat]
     flat.grad = torch.zeros_like(flat)

@@ -24,7 +24,8 @@ def lock_folder(folder: Path, name: str = LOCK_NAME, *, named: str | None = None
     if another process holds it (two runs in one folder would overwrite each other's checkpoints), or if the file cannot
     be written.
     """
-    path, what = folder / name, named or str(folder)
+    path = folder / name
+    what = named or str(folder)
     try:
         # For its owner alone: whoever can read a file can lock it.
         file = os.fdopen(open_own(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "a+")

@@ -126,7 +126,10 @@ class Block:
         row = self.layers[place].gathers
         if self.mode == "none":
             return self.x + row + sum(layer.saved for layer in before)
-        selected = sum(layer.selected for layer in before) if self.mode == "selective" else 0
+        if self.mode == "selective":
+            selected = sum(layer.selected for layer in before)
+        else:
+            selected = 0
         return 2 * self.x + row + selected
 
     @cached_property
@@ -187,7 +190,10 @@ class Block:
 def build_block(p: Pass, mode: CheckpointingMode, kind: BlockKind) -> Block:
     """model/gpt.py, Block: two branches beside the residual stream, with norms before or after attention and MLP."""
     p = replace(p, frozen=kind.frozen)
-    inner = experts(p) if kind.is_sparse else mlp(p)
+    if kind.is_sparse:
+        inner = experts(p)
+    else:
+        inner = mlp(p)
     if kind.is_passive:
         layers = [norm(p), *attention(p), norm(p), *inner]
         unread = [LayerMemory(layer.name, layer.parameters, forward=layer.forward) for layer in layers]
@@ -262,13 +268,19 @@ class Activations:
         most = max(block.forward for block in self.kinds.values())
         for place in range(self.p.shape.n_layer, 0, -1):
             # Offloaded inputs leave the GPU two blocks later.
-            saved = self.saved[0] + min(place, 3) * self.p.x if self._offloads else self.saved[place]
+            if self._offloads:
+                saved = self.saved[0] + min(place, 3) * self.p.x
+            else:
+                saved = self.saved[place]
             block = self.blocks[place - 1]
             gathering = block.forward_gather
             moment = Moment("forward", casts[place], saved + block.forward, place=place, is_settled=gathering > 0)
             yield casts[place] + saved + most, moment
             if gathering:
-                before = self.saved[0] + min(place - 1, 3) * self.p.x if self._offloads else self.saved[place - 1]
+                if self._offloads:
+                    before = self.saved[0] + min(place - 1, 3) * self.p.x
+                else:
+                    before = self.saved[place - 1]
                 yield casts[place] + saved + most, moment._replace(activations=before + gathering, is_settled=False)
 
     def backward_blocks(self) -> Iterator[tuple[float, OtherBlocks, Block]]:

@@ -112,7 +112,10 @@ def estimate_memory(
     setup = zero_setup(step, capability)
     # Micro-steps after the second change nothing. At stage 3 all are alike, except for hpZ's copies.
     alike = setup.stage == 3 and setup.zero.zero_hpz_partition_size == 1
-    micro_steps = 1 if alike else min(2, step.plan.gradient_accumulation_steps)
+    if alike:
+        micro_steps = 1
+    else:
+        micro_steps = min(2, step.plan.gradient_accumulation_steps)
     recomputes = setup.stage == 3 and step.checkpointing != "none"
     states = _states(step.rank_tensors, setup.with_micro_steps(micro_steps), recomputes)
     activations = step_activations(step, capability, worst_load=worst_load)

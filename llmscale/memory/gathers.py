@@ -287,7 +287,10 @@ def _block(
         own = modules.get((block, layer.name), ())
         for action in actions:
             if own or action == "fetch":
-                times = len(layer.in_gradient_order(own)) if action == "moment" else 1
+                if action == "moment":
+                    times = len(layer.in_gradient_order(own))
+                else:
+                    times = 1
                 yield from [(action, own)] * times
     yield from _through([of_block], *actions[1:])
 
@@ -337,7 +340,10 @@ class _Coordinator:
             self._uses[index].append(step)
         self._passed = dict.fromkeys(self._uses, -1)
         """Step of the last use of a parameter that has left the queue."""
-        self._copies = {} if setup.accumulates else second_copies(tensors.trainable, setup)
+        if setup.accumulates:
+            self._copies = {}
+        else:
+            self._copies = second_copies(tensors.trainable, setup)
         """Bytes of hpZ's copies that have not been made."""
         self._away = set(self._uses)
         """Parameters that are not gathered."""

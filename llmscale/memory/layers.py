@@ -204,7 +204,10 @@ def attention(p: Pass) -> list[LayerMemory]:
     if normed:
         statistics = 4 * tokens * (s.n_head + s.n_kv_head if s.qk_norm == "head" else 2)
         inputs = 2 * (q + k) if p.autocast else qkv  # views of qkv, or fp32 copies
-        weights = 2 * s.head_dim if s.qk_norm == "head" else (s.n_head + s.n_kv_head) * s.head_dim
+        if s.qk_norm == "head":
+            weights = 2 * s.head_dim
+        else:
+            weights = (s.n_head + s.n_kv_head) * s.head_dim
         layers.append(LayerMemory("qk_norm", weights, saved=inputs + statistics, backward=2 * qkv))
     if rotary:
         layers.append(LayerMemory("rotary", backward=3.5 * q + 2 * k))
@@ -399,7 +402,10 @@ def experts(p: Pass) -> list[LayerMemory]:
             backward=2 * row + 2 * rows + 2 * score + (stream if s.shared_expert_width else 0),
         ),
     ]
-    shared = _mlp(p, s.shared_expert_width) if s.shared_expert_width else []
+    if s.shared_expert_width:
+        shared = _mlp(p, s.shared_expert_width)
+    else:
+        shared = []
     return [*layers, *shared, *dropout(p, tokens * h)]
 
 
@@ -411,11 +417,17 @@ def ends_bytes(p: Pass) -> float:
     own = batch if s.has_document_mask else 1
     rotations = 2 * p.width * own * p.t * s.head_dim if s.positions == "rotary" else 0
     # FlexAttention's mask has four tables of blocks of 128 x 128, and the first position that each one sees.
-    mask = 16 * (-(-t // 128)) ** 2 + 8 * t if p.kernel == "flex" else p.width * t * _round_up(t, 8)
+    if p.kernel == "flex":
+        mask = 16 * (-(-t // 128)) ** 2 + 8 * t
+    else:
+        mask = p.width * t * _round_up(t, 8)
     masks = mask * (own if s.has_mask else 0)
     if s.has_window and s.has_document_mask and s.global_layers:
         masks *= 2
-    sparse = sum(map(s.is_sparse, range(s.n_layer))) if s.num_experts else 0
+    if s.num_experts:
+        sparse = sum(map(s.is_sparse, range(s.n_layer)))
+    else:
+        sparse = 0
     routing = (s.num_experts + 4) * 12 * sparse
     return 8 * batch * (t + 1) + 8 * t * own + rotations + masks + routing + (p.tokens * s.n_embd if s.dropout else 0)
 
@@ -440,7 +452,10 @@ def loss(p: Pass) -> LossMemory:
     is_one = p.tokens <= p.chunk_tokens
     sums = (width if is_one else 4) * head
     product = 0 if is_one or width == 4 else width * head
-    softmax = 4 * softmax_tokens(chunk) * s.padded_vocab_size if p.loss_kernel == "torch" else 0
+    if p.loss_kernel == "torch":
+        softmax = 4 * softmax_tokens(chunk) * s.padded_vocab_size
+    else:
+        softmax = 0
     small = (20 if p.batch > 1 else 12) * p.tokens
     # A chunk's gradient of x, which the gradient of the head's weights exceeds where it comes after.
     of_x = 0 if is_one and head else width * chunk * s.n_embd

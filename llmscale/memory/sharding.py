@@ -332,7 +332,9 @@ class Sharding:
     @property
     def complete_before_last(self) -> float:
         """Gradients that are complete when the last parameter hands over its own."""
-        return self.trained_elements if self.tied_elements else self.trained_elements - self.last_elements
+        if self.tied_elements:
+            return self.trained_elements
+        return self.trained_elements - self.last_elements
 
     @cached_property
     def first_owned(self) -> list[tuple[int, ShardedGroup]]:
@@ -365,7 +367,9 @@ class Sharding:
     @cached_property
     def kept_in_step(self) -> int:
         """Bytes of the sums that stage 1 frees when the next forward pass begins."""
-        return self.sum_bytes * self._kept[-1][1] if self.sum_bytes != self.weight_bytes else 0
+        if self.sum_bytes != self.weight_bytes:
+            return self.sum_bytes * self._kept[-1][1]
+        return 0
 
     def kept_elements(self, handed: float) -> int:
         """Elements of gradients that are not copied into the bucket: DeepSpeed frees them after the backward pass."""

@@ -20,7 +20,10 @@ def stage1_states(sharding: Sharding) -> States:
     sum_bytes = sharding.sum_bytes
     sums_bytes = sum_bytes * sharding.trained_elements
     bucket_bytes = _bucket_bytes(sharding)
-    before = Added(gradients=sums_bytes, buckets=bucket_bytes) if sharding.accumulates else NOTHING
+    if sharding.accumulates:
+        before = Added(gradients=sums_bytes, buckets=bucket_bytes)
+    else:
+        before = NOTHING
     # The last gradient exists in both types.
     last_bytes = 0
     if sum_bytes != weight_bytes:
@@ -58,7 +61,9 @@ def stage1_states(sharding: Sharding) -> States:
 
 
 def _bucket_bytes(sharding: Sharding) -> int:
-    return sharding.bucket_elements * sharding.sum_bytes if sharding.copies_to_bucket else 0
+    if sharding.copies_to_bucket:
+        return sharding.bucket_elements * sharding.sum_bytes
+    return 0
 
 
 def keeps_bucket(sharding: Sharding) -> bool:
@@ -97,7 +102,10 @@ def _reductions(sharding: Sharding) -> Iterator[Added]:
         part_made_bytes += part_of_bucket_bytes
         now = Added(gradients=sum_bytes * left_elements + part_made_bytes, buckets=bucket_bytes)
         # Without a bucket the sums are made when the gradients have travelled.
-        travelling = now if sharding.copies_to_bucket else now._replace(gradients=now.gradients - part_of_bucket_bytes)
+        if sharding.copies_to_bucket:
+            travelling = now
+        else:
+            travelling = now._replace(gradients=now.gradients - part_of_bucket_bytes)
         yield travelling._replace(buckets=bucket_bytes + flat_bytes + cast_bytes)
         if sums_part and sent_bytes != 4:
             yield now._replace(buckets=bucket_bytes + (cast_bytes or flat_bytes), temporaries=4 * owned)

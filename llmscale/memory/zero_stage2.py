@@ -123,7 +123,10 @@ class Stage2:
             uncopied = self._gradient_bytes * (sharding.kept_elements(handed - waiting) + waiting)
         elif self._keeps_uncopied:
             uncopied = self._gradient_bytes * sharding.kept_elements(handed)
-        reduced = self._gradient_bytes * min(handed, sharding.trained_elements) if self._sums_bytes else 0
+        if self._sums_bytes:
+            reduced = self._gradient_bytes * min(handed, sharding.trained_elements)
+        else:
+            reduced = 0
         has_bucket = self._sums_bytes > 0 or complete > 0
         return Added(
             gradients=self._earlier_bytes - reduced + grown + uncopied + sharding.waiting_after(complete),
@@ -136,7 +139,10 @@ class Stage2:
         sums_part = sharding.sums_part_in_fp32
         elements = reduction.travelling
         flat_bytes = self._gradient_bytes * elements if reduction.slices > 1 else 0
-        cast_bytes = sharding.sent_bytes * elements if sharding.sent_bytes != self._gradient_bytes else 0
+        if sharding.sent_bytes != self._gradient_bytes:
+            cast_bytes = sharding.sent_bytes * elements
+        else:
+            cast_bytes = 0
         owned = reduction.largest_owned
         new_bytes = sum(num_bytes for place, num_bytes in self._growing_parts if place == reduction.end)
         piece_bytes = 4 * owned if sums_part and sharding.sent_bytes != 4 else 0
@@ -155,7 +161,10 @@ class Stage2:
     def _handing_over(self, complete: float, handing: float) -> Added:
         """The layer's gradients wait while the bucket is reduced."""
         sharding = self.sharding
-        cast_bytes = self._gradient_bytes * handing if self._gradient_bytes != sharding.weight_bytes else 0
+        if self._gradient_bytes != sharding.weight_bytes:
+            cast_bytes = self._gradient_bytes * handing
+        else:
+            cast_bytes = 0
         is_first = not complete and not self._sums_bytes
         layer = Added(
             gradients=sharding.weight_bytes * handing + cast_bytes,

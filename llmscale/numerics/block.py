@@ -23,9 +23,12 @@ _SAMPLES = 10**9
 #: Context of a run that names none.
 _SEQ_LEN = 1024
 #: Micro-batches of a rank, and sequences of each, at most.
-_MICRO_STEPS, _SEQUENCES = 3, 2
+_MICRO_STEPS = 3
+_SEQUENCES = 2
 #: Tokens of a micro-batch: enough for sums over tokens in 16 bit to show, and on a CPU few enough for a minute.
-_TOKENS, _LEAST_TOKENS, _CPU_PRODUCTS = 1024, 32, 4 * 10**9
+_TOKENS = 1024
+_LEAST_TOKENS = 32
+_CPU_PRODUCTS = 4 * 10**9
 #: Share of tokens that end a document.
 _ENDS = 0.08
 
@@ -134,7 +137,10 @@ def _fewer_layers(full: ResolvedRun) -> dict[str, object]:
 
 def _shorter(case: Case, full: ResolvedRun, seq_len: int, tokens: int) -> dict[str, object]:
     """Return the keys of windows, chunks and tiles of which a micro-batch has several."""
-    chunk = tokens if case.one_chunk else max(1, tokens // 2)
+    if case.one_chunk:
+        chunk = tokens
+    else:
+        chunk = max(1, tokens // 2)
     update: dict[str, object] = {"loss_chunk_tokens": min(case.config.loss_chunk_tokens, chunk)}
     if full.shape.sliding_window:
         update["sliding_window"] = min(full.shape.sliding_window, max(1, seq_len // 4))
@@ -182,7 +188,8 @@ def first_weights(shapes: Mapping[str, Sequence[int]], seed: int) -> dict[str, T
 
 def global_batch(step: int, resolved: ResolvedRun) -> list[Tensor]:
     """Return a step's micro-batches over all ranks, ids [sequences, t + 1], with documents of uneven lengths."""
-    plan, vocab_size = resolved.plan, resolved.shape.vocab_size
+    plan = resolved.plan
+    vocab_size = resolved.shape.vocab_size
     generator = torch.Generator().manual_seed(1000 + step)
     size = (plan.global_batch_size, plan.seq_len + 1)
     tokens = torch.randint(0, vocab_size - 1, size, generator=generator)
@@ -204,7 +211,8 @@ class Share:
 def share_of(rank: int, resolved: ResolvedRun, batch: Sequence[Tensor]) -> Share:
     """Return the part of a rank; a filler repeats the first micro-batch."""
     plan = resolved.plan
-    layout, groups = plan.ranks, plan.ranks.data_parallel_size
+    layout = plan.ranks
+    groups = plan.ranks.data_parallel_size
     places = [step * groups + layout.group_of(rank) for step in range(plan.gradient_accumulation_steps)]
     weight = plan.loss_weight(plan.global_batch_size)
     own = [place for place in places if place < len(batch)]

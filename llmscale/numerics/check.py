@@ -63,6 +63,8 @@ _FACTOR = 3.0
 _UNITS = {"fp32": UNIT, "bf16": 2.0**-8, "fp16": 2.0**-11, "autocast": 2.0**-8}
 #: Steps that fp16 may skip until its loss scale fits.
 _SKIPS = 40
+_ALL_PARTS = frozenset({"engine", "model", "update"})
+_PARTS: dict[str, str] = {"loss": "model", "gradient": "model", "update": "update"}
 
 
 def check_case(case: Case, world: World) -> Pass:
@@ -70,7 +72,8 @@ def check_case(case: Case, world: World) -> Pass:
     began = time.perf_counter()
     block, findings = compare_case(case, world)
     first = first_wrong(findings)
-    rows, description = worst_rows(findings, LINKS), _describe(block, case)
+    rows = worst_rows(findings, LINKS)
+    description = _describe(block, case)
     seconds = time.perf_counter() - began
     return Pass(block.resolved.precision, description, rows, seconds, as_row(first) if first else None)
 
@@ -86,7 +89,9 @@ def compare_case(case: Case, world: World) -> tuple[Block, list[Finding]]:
     batch = global_batch(0, block.resolved)
     truth = Gradients(block, weights, world, share_of(world.rank, block.resolved, batch), "fp64")
     block = with_clipping(block, truth.global_norm())
-    compiler, config, full = None, block.config, block.full
+    compiler = None
+    config = block.config
+    full = block.full
     decision = decide_compilation(config.compile, full, world.device.type, full.total_steps)
     # In fp32 for the arithmetic of a 16-bit run nothing is compiled.
     if case.precision is None and decision.backend:
@@ -101,9 +106,13 @@ def compare_case(case: Case, world: World) -> tuple[Block, list[Finding]]:
 
 
 def _describe(block: Block, case: Case) -> str:
-    resolved, full = block.resolved, block.full
+    resolved = block.resolved
+    full = block.full
     plan = resolved.plan
-    clip = ", clipping at half of the first norm" if resolved.ds_config["gradient_clipping"] else ""
+    if resolved.ds_config["gradient_clipping"]:
+        clip = ", clipping at half of the first norm"
+    else:
+        clip = ""
     fillers = f", {block.fillers} of them a filler" if block.fillers else ""
     return (
         f"{resolved.precision}: {resolved.shape.n_layer} of {full.shape.n_layer} layers, width {full.shape.n_embd}, "
@@ -121,7 +130,8 @@ def _check_steps(
     truth: Gradients,
     is_compiled: bool,
 ) -> list[Finding]:
-    resolved, findings = block.resolved, []
+    resolved = block.resolved
+    findings = []
     weights.load_into(engine)
     complete = frozenset(name for name, stride in weights.strides.items() if stride == 1)
     watched = watch_run(block.config, resolved, world.control, weights.strides, complete)
@@ -168,7 +178,8 @@ class _Weights:
         elements = {name: math.prod(shape) for name, shape in self.trained.items()}
         self.strides = choose_strides(elements, block.resolved.plan.gradient_accumulation_steps + 6)
         """Distances n by parameter: every n-th element is compared."""
-        seed, shape = block.config.seed, block.resolved.shape
+        seed = block.config.seed
+        shape = block.resolved.shape
         self.values = first_weights(self.trained, seed) | first_weights(frozen, seed + 1)
         self.biases: list[Tensor] = []
         if shape.router_bias:
@@ -222,7 +233,9 @@ class _CastWeights(Mapping[str, Tensor]):
         self, values: Mapping[str, Tensor], cast: Callable[[Tensor], Tensor], adds: Mapping[str, _Add]
     ) -> None:
         """adds: by trained weight, what gets its gradients."""
-        self._values, self._cast, self._adds = values, cast, adds
+        self._values = values
+        self._cast = cast
+        self._adds = adds
         self._anchor = torch.zeros((), requires_grad=True)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -247,11 +260,14 @@ class Gradients:
     def __init__(
         self, block: Block, weights: _Weights, world: World, share: Share, precision: str, scale: float = 1.0
     ) -> None:
-        resolved, device = block.resolved, world.device
+        resolved = block.resolved
+        device = world.device
         low = DTYPES[resolved.precision]
         dtype = torch.float64 if precision == "fp64" else DTYPES[precision]
-        plan, self._group = resolved.plan, world.control
-        self._world_size, self._strides = world.world_size, weights.strides
+        plan = resolved.plan
+        self._group = world.control
+        self._world_size = world.world_size
+        self._strides = weights.strides
         self.sums: dict[str, Tensor] = {}
         """Summands of the mean over all ranks."""
         biases = [bias.to(device) for bias in weights.biases]
@@ -275,7 +291,10 @@ class Gradients:
                 each, loss = model.losses(tokens.to(device))
             (loss * factor).backward()
             losses.append(each.detach().double().cpu().view(-1))
-        self.losses = torch.cat(losses) if losses else torch.zeros(0, dtype=torch.float64)
+        if losses:
+            self.losses = torch.cat(losses)
+        else:
+            self.losses = torch.zeros(0, dtype=torch.float64)
 
     def _add(self, name: str, divisor: float, gradient: Tensor) -> None:
         """Add the gradient of one use of a weight in a micro-batch."""
@@ -300,7 +319,8 @@ def _compare_losses(step: int, watched: Watched, loss: Tensor, truth: Gradients,
     numbers.append(torch.tensor(float(len(errors)), dtype=torch.float64))
     total = watched.sum(torch.stack(numbers))
     count = float(total[4])
-    engine, plain = float(total[0]) / watched.size, float(total[1]) / count
+    engine = float(total[0]) / watched.size
+    plain = float(total[1]) / count
     spread = math.sqrt(float(total[3]) / count / count)
     bound = _FACTOR * (abs(float(total[2])) / count + spread) + 2 * UNIT * plain
     return Finding(step, "loss", "all", abs(engine - plain), bound, f"{engine:.6f} for {plain:.6f}")
@@ -315,7 +335,9 @@ class _Comparison:
     """Compares the engine's mean gradients with the plain model's, while a judge asks for one after the other."""
 
     def __init__(self, watched: WatchedRun, truth: Gradients, near: Gradients, starts: Mapping[str, int]) -> None:
-        self._watched, self._truth, self._near = watched, truth, near
+        self._watched = watched
+        self._truth = truth
+        self._near = near
         ranks = watched.resolved.plan.ranks
         self._is_divided = ranks.sequence_parallel_size > 1 or ranks.expert_parallel_size > 1
         self._numbers: list[Tensor] = []
@@ -328,7 +350,8 @@ class _Comparison:
 
         def mean_of(name: str) -> PlainMean:
             plain = means.of(name)
-            truth, near = self._truth.mean(name), self._near.mean(name)
+            truth = self._truth.mean(name)
+            near = self._near.mean(name)
             mean = plain.mean
             pairs = ((mean - truth, mean - truth), (near - truth, near - truth), (truth, truth), (mean, truth))
             self._numbers.append(torch.stack([(a * b).sum() for a, b in pairs] + [(mean * mean).sum()]))
@@ -356,7 +379,10 @@ class _Comparison:
         unit = _UNITS[watched.resolved.precision]
         bounds = torch.tensor([_FACTOR * (pooled[_pool_of(name)] + unit / 2) + serial for name in watched.shapes])
         shares = watched.gather(torch.stack(self._own)).sqrt() / sizes / bounds
-        rank = None if self._is_divided else wrong_alone(shares)
+        if self._is_divided:
+            rank = None
+        else:
+            rank = wrong_alone(shares)
         return [
             Finding(step, "gradient", name, float(difference), float(bound), note, rank)
             for name, difference, bound in zip(watched.shapes, error.sqrt() / sizes, bounds, strict=True)
@@ -366,7 +392,10 @@ class _Comparison:
 def _common_factor(product: float, size: float, square: float) -> str:
     """Return a note if all gradients are the true ones times a factor, up to a fifth of it."""
     factor = product / size if size else 1.0
-    rest = math.sqrt(max(0.0, square / factor**2 - 2 * product / factor + size)) if factor else math.inf
+    if factor:
+        rest = math.sqrt(max(0.0, square / factor**2 - 2 * product / factor + size))
+    else:
+        rest = math.inf
     is_common = abs(factor - 1) > 0.02 and rest < 0.2 * abs(factor - 1) * math.sqrt(size)
     return f"all gradients x {factor:.4g}" if is_common else ""
 
@@ -405,7 +434,9 @@ def _with_ds(ds: DsConfig, **keys: Any) -> DsConfig:
 def _without_overlap(case: Case) -> Case:
     zero = case.ds.keys.zero
     overlaps = zero.stage == 3 if zero.overlap_comm is None else zero.overlap_comm
-    return _with_zero(overlap_comm=False)(case) if overlaps else case
+    if overlaps:
+        return _with_zero(overlap_comm=False)(case)
+    return case
 
 
 def _in_fp32(case: Case) -> Case:
@@ -427,13 +458,20 @@ def _another_stage(case: Case) -> Case:
     stage = case.ds.zero_stage
     in_16bit = case.chosen_precision == "fp16" or case.ds.keys.has_bf16_states
     needs_shards = case.config.expert_parallel_size > 1 or in_16bit
-    other = 2 if stage in (0, 3) else 3 if needs_shards else 0
+    if stage in (0, 3):
+        other = 2
+    elif needs_shards:
+        other = 3
+    else:
+        other = 0
     zero = type(case.ds.keys.zero).model_validate({"stage": other})
     return replace(case, ds=_with_ds(case.ds, zero_optimization=zero))
 
 
 def _without_compiler(case: Case) -> Case:
-    return case if case.config.compile == "auto" and not is_gpu() else _with_keys(compile="off")(case)
+    if case.config.compile == "auto" and not is_gpu():
+        return case
+    return _with_keys(compile="off")(case)
 
 
 def _without_checkpointing(case: Case) -> Case:
@@ -451,10 +489,11 @@ def _with_plain_loss(case: Case) -> Case:
 
 
 def _with_fp32(case: Case) -> Case:
-    return case if case.chosen_precision == "fp32" else replace(case, precision="fp32")
+    if case.chosen_precision == "fp32":
+        return case
+    return replace(case, precision="fp32")
 
 
-_ALL_PARTS = frozenset({"engine", "model", "update"})
 #: Settings with their change and the parts that it can tell about, the likeliest and cheapest first.
 _CHANGES: dict[str, tuple[_Change, Collection[str]]] = {
     "overlap_comm off": (_without_overlap, ("engine",)),
@@ -472,7 +511,6 @@ _CHANGES: dict[str, tuple[_Change, Collection[str]]] = {
     "another ZeRO stage": (_another_stage, _ALL_PARTS),
     "--precision fp32": (_with_fp32, _ALL_PARTS),
 }
-_PARTS: dict[str, str] = {"loss": "model", "gradient": "model", "update": "update"}
 
 
 def changed_cases(case: Case, link: str, ranks: int) -> Iterator[tuple[str, Case]]:

@@ -30,9 +30,11 @@ Link = Literal["weights", "loss", "gradient", "reduce", "norm", "update"]
 LINKS: tuple[Link, ...] = ("weights", "loss", "gradient", "reduce", "norm", "update")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "autocast": torch.float32}
 #: Unit roundoffs of fp32 and bf16.
-UNIT, BF16_UNIT = 2.0**-24, 2.0**-8
+UNIT = 2.0**-24
+BF16_UNIT = 2.0**-8
 #: Bound of `reduce` over the rounding of a plain reduction: of one parameter, and of all, whose errors average out.
-_EACH, _TOGETHER = 2.0, 1.25
+_EACH = 2.0
+_TOGETHER = 1.25
 #: Bound of `norm`, relative, by the type of what the optimizer is given: fp32 holds the norm and the factor. In bf16
 #: products with the factor are rounded, which is one-sided for factors near a power of two.
 _NORM = {torch.float32: 1e-5, torch.bfloat16: BF16_UNIT}
@@ -60,7 +62,11 @@ class Finding:
         """Return the error over its bound."""
         if not math.isfinite(self.error):
             return math.inf
-        return self.error / self.bound if self.bound else math.inf if self.error else 0.0
+        if self.bound:
+            return self.error / self.bound
+        if self.error:
+            return math.inf
+        return 0.0
 
     @property
     def is_wrong(self) -> bool:
@@ -136,7 +142,9 @@ class Watched:
         rows = torch.zeros(len(pieces), self.selected(name), dtype=torch.float64)
         for row, (first, part) in zip(rows, pieces, strict=True):
             row[first : first + part.numel()] = part.to("cpu", torch.float64).view(-1)
-        return rows if self.facts.zero_stage == 0 else self.sum(rows)
+        if self.facts.zero_stage == 0:
+            return rows
+        return self.sum(rows)
 
     def gather(self, numbers: Tensor) -> Tensor:
         """Return the ranks' numbers as rows. Collective."""
@@ -146,7 +154,9 @@ class Watched:
 
     def total(self, squares: Tensor) -> Tensor:
         """Return sums of squares over the parameters' parts, from the ranks' rows; at stage 0 the largest rank's."""
-        return squares.amax(0) if self.facts.zero_stage == 0 else squares.sum(0)
+        if self.facts.zero_stage == 0:
+            return squares.amax(0)
+        return squares.sum(0)
 
 
 def wrong_alone(shares: Tensor) -> int | None:
@@ -159,17 +169,23 @@ class LinkJudge:
     """Judges the links of one step after the other, except the update. Every rank calls it at the same steps."""
 
     def __init__(self, watched: Watched, probe: Probe) -> None:
-        self._watched, self._probe = watched, probe
+        self._watched = watched
+        self._probe = probe
 
     def judge_gradients(self, step: int, reported: float | None, mean_of: Callable[[str], PlainMean]) -> list[Finding]:
         """Return the comparisons of one step's weights, reduction and norm. Collective."""
         return [*self._weights(step), *self._gradients(step, reported, mean_of)]
 
     def _weights(self, step: int) -> list[Finding]:
-        watched, probe, wrong = self._watched, self._probe, []
+        watched = self._watched
+        probe = self._probe
+        wrong = []
         for name in watched.shapes:
             piece = probe.pieces.get(name)
-            part = (0, torch.zeros(0)) if piece is None else (piece.first, piece.before)
+            if piece is None:
+                part = (0, torch.zeros(0))
+            else:
+                part = (piece.first, piece.before)
             master = watched.assemble(name, [part])[0].float()
             used = probe.used[name].cpu()
             first = -(-probe.starts[name] // watched.strides[name])
@@ -183,17 +199,23 @@ class LinkJudge:
         ]
 
     def _gradients(self, step: int, reported: float | None, mean_of: Callable[[str], PlainMean]) -> list[Finding]:
-        watched, probe = self._watched, self._probe
+        watched = self._watched
+        probe = self._probe
         clip = watched.facts.clipping
         given_norm = math.sqrt(float(watched.total(watched.gather(torch.tensor([probe.given_squares]).double()))[0]))
         norm = given_norm if reported is None else reported
-        factor = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
-        findings, clipped = [], factor * norm
+        if clip:
+            factor = min(1.0, clip / (norm + 1e-6))
+        else:
+            factor = 1.0
+        findings = []
+        clipped = factor * norm
         if reported is not None:
             note = f"reported {norm:.6g}, clipped to {clipped:.6g}, given {given_norm:.6g}"
             allowed = _NORM[watched.facts.master] * clipped
             findings.append(Finding(step, "norm", "all", abs(given_norm - clipped), allowed, note))
-        numbers, roundings = [], []
+        numbers = []
+        roundings = []
         for name in watched.shapes:
             plain = mean_of(name)
             numbers.append(self._reduction(name, plain.mean, factor))
@@ -204,14 +226,18 @@ class LinkJudge:
         error, product, square = (of_parameters[:, index] for index in range(3))
         each, least, size = (torch.tensor(column, dtype=torch.float64) for column in zip(*roundings, strict=True))
         total = float(size.sum())
-        ratio = float(product.sum()) / (total * factor) if total and factor else 1.0
+        if total and factor:
+            ratio = float(product.sum()) / (total * factor)
+        else:
+            ratio = 1.0
         note = f"all gradients x {ratio:.4g}" if abs(ratio - 1) > 1e-3 else ""
         slack = torch.zeros_like(size)
         if findings and findings[0].is_wrong and note:
             # A wrong common factor is the matter of `norm`; otherwise none is fitted, which would blur exact copies.
             scale = factor * ratio
             error = (square / scale**2 - 2 * product / scale + size).clamp(min=0)
-            slack, note = 1e-6 * size, ""
+            slack = 1e-6 * size
+            note = ""
         bounds = _EACH * each + least + slack.sqrt()
         rank = wrong_alone(rows[..., 0].sqrt() / bounds)
         for name, difference, bound in zip(watched.shapes, error.sqrt(), bounds, strict=True):
@@ -258,11 +284,13 @@ class MeanGradients:
     """Plain means of one step's gradients, a parameter at a time. Every rank asks in the same order."""
 
     def __init__(self, watched: Watched, probe: Probe) -> None:
-        self._watched, self._probe = watched, probe
+        self._watched = watched
+        self._probe = probe
 
     def of(self, name: str) -> PlainMean:
         """Reduce the gradients of one parameter. Collective."""
-        watched, size = self._watched, self._watched.size
+        watched = self._watched
+        size = self._watched.size
         parts = [self._place(name, micro_batch.get(name)) for micro_batch in self._probe.gradients]
         exact = sum((part.double() for part in parts), torch.zeros(watched.selected(name), dtype=torch.float64))
         absolute = sum((part.double().abs() for part in parts), torch.zeros_like(exact))
@@ -272,7 +300,10 @@ class MeanGradients:
             near = [(part / size).to(watched.facts.sent).double() for part in parts]
         else:
             total = self._add(parts)
-            total = total.to(watched.facts.model) if watched.facts.zero_stage == 0 else total
+            if watched.facts.zero_stage == 0:
+                total = total.to(watched.facts.model)
+            else:
+                total = total
             near = [(total / size).to(watched.facts.sent).double()]
         exact, absolute, *near = watched.sum(torch.stack([exact / size, absolute / size, *near]))
         near = [part.to(watched.facts.sent) for part in near]

@@ -139,7 +139,10 @@ def _judge(step: int, watched: Watched, probe: Probe, engine: DeepSpeedEngine) -
         return means.of(name)
 
     norm = engine.get_global_grad_norm()
-    reported = None if norm is None else float(norm)
+    if norm is None:
+        reported = None
+    else:
+        reported = float(norm)
     if reported is None and engine.gradient_clipping():
         # Stage 0 in fp32 clips and tells no norm.
         squares = [watched.strides[name] * float(mean_of(name).mean.square().sum()) for name in watched.shapes]

@@ -120,7 +120,10 @@ def _copy(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return an optimizer of the same kind, without parameters, states, hooks, and what replaces its step."""
     kind: type[torch.optim.Optimizer] = type(inner)
     if kind.__name__ in _KERNELS:
-        kind = torch.optim.AdamW if getattr(inner, "adam_w_mode", True) else torch.optim.Adam
+        if getattr(inner, "adam_w_mode", True):
+            kind = torch.optim.AdamW
+        else:
+            kind = torch.optim.Adam
         return kind([torch.nn.Parameter(torch.zeros(1))])
     copy = object.__new__(kind)
     attributes = {key: value for key, value in vars(inner).items() if key != "step"}

@@ -71,20 +71,25 @@ class PlainGPT:
 
     def losses(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return every token's cross-entropy [batch, t], and the loss that trains; tokens: ids [batch, t + 1]."""
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        inputs = tokens[:, :-1]
+        targets = tokens[:, 1:]
         logits = self._logits(inputs)
         z = torch.logsumexp(logits, -1)
         each = z - logits.gather(-1, targets[..., None])[..., 0]
         return each, each.mean() + self.loss.z_loss * z.square().mean() + self.router_loss
 
     def _logits(self, inputs: Tensor) -> Tensor:
-        shape, weights = self.shape, self.weights
+        shape = self.shape
+        weights = self.weights
         index = torch.arange(inputs.shape[1], device=inputs.device)
         first = self._first_of_document(inputs, index)
         places = index - first
         distance = index[:, None] - index[None, :]
         dense = (distance >= 0) & (index >= first[:, :, None])
-        local = dense & (distance < shape.sliding_window) if shape.sliding_window else dense
+        if shape.sliding_window:
+            local = dense & (distance < shape.sliding_window)
+        else:
+            local = dense
         x = F.embedding(inputs, weights["wte.weight"])
         if shape.positions == "learned":
             x = x + F.embedding(places, weights["wpe.weight"])
@@ -114,7 +119,9 @@ class PlainGPT:
         is_sparse = self.shape.is_sparse(layer)
 
         def mlp(x: Tensor) -> Tensor:
-            return self._experts(x, f"{name}mlp.", bias) if is_sparse else self._mlp(x, f"{name}mlp.")
+            if is_sparse:
+                return self._experts(x, f"{name}mlp.", bias)
+            return self._mlp(x, f"{name}mlp.")
 
         if self.shape.norm_placement == "pre":
             x = x + self._attention(self._norm(x, f"{name}ln_1"), f"{name}attn.", places, visible)
@@ -126,13 +133,16 @@ class PlainGPT:
         y = F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
         if (a := self.weights.get(f"{name}.lora_A")) is None:
             return y
-        rank, rows = self.shape.lora_rank, self.shape.adapter_rows(".".join(name.split(".")[2:]))
-        inner, b = F.linear(x, a) * (self.shape.lora_alpha / rank), self.weights[f"{name}.lora_B"]
+        rank = self.shape.lora_rank
+        rows = self.shape.adapter_rows(".".join(name.split(".")[2:]))
+        inner = F.linear(x, a) * (self.shape.lora_alpha / rank)
+        b = self.weights[f"{name}.lora_B"]
         parts = zip(inner.split(rank, -1), b.split(rows), strict=True)
         return y + torch.cat([F.linear(part, of_part) for part, of_part in parts], -1)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        weight, bias = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
+        weight = self.weights[f"{name}.weight"]
+        bias = self.weights.get(f"{name}.bias")
         if self.shape.norm == "rmsnorm":
             return self._rms_norm(x, weight)
         wide = _wide(x)
@@ -147,22 +157,28 @@ class PlainGPT:
 
     def _attention(self, x: Tensor, name: str, places: Tensor, visible: Tensor) -> Tensor:
         shape = self.shape
-        heads, kv_heads, width = shape.n_head, shape.n_kv_head, shape.head_dim
+        heads = shape.n_head
+        kv_heads = shape.n_kv_head
+        width = shape.head_dim
         q, k, v = self._linear(x, f"{name}qkv").split((heads * width, kv_heads * width, kv_heads * width), -1)
         if shape.qk_norm == "width":
             q, k = self._norm_of_heads(q, k, name)
-        q, k, v = (
-            q.unflatten(-1, (heads, width)),
-            k.unflatten(-1, (kv_heads, width)),
-            v.unflatten(-1, (kv_heads, width)),
-        )
+        q = q.unflatten(-1, (heads, width))
+        k = k.unflatten(-1, (kv_heads, width))
+        v = v.unflatten(-1, (kv_heads, width))
         if shape.qk_norm == "head":
             q, k = self._norm_of_heads(q, k, name)
-        q, k = q.to(v.dtype), k.to(v.dtype)
+        q = q.to(v.dtype)
+        k = k.to(v.dtype)
         if shape.positions == "rotary":
-            q, k = self._rotate(q, places), self._rotate(k, places)
-        k, v = k.repeat_interleave(heads // kv_heads, 2), v.repeat_interleave(heads // kv_heads, 2)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # each [batch, heads, t, width]
+            q = self._rotate(q, places)
+            k = self._rotate(k, places)
+        k = k.repeat_interleave(heads // kv_heads, 2)
+        v = v.repeat_interleave(heads // kv_heads, 2)
+        # each [batch, heads, t, width]
+        q = q.transpose(1, 2)
+        k = k.transpose(1, 2)
+        v = v.transpose(1, 2)
         scores = _wide(q @ k.transpose(2, 3)) / math.sqrt(width)
         shares = torch.softmax(scores.masked_fill(~visible[:, None], -math.inf), -1).to(v.dtype)
         return self._linear((shares @ v).transpose(1, 2).flatten(2), f"{name}proj")
@@ -196,16 +212,21 @@ class PlainGPT:
 
     def _experts(self, x: Tensor, name: str, bias: Tensor | None) -> Tensor:
         """Compute a mixture of experts, and add the losses of its router (Fedus et al. 2021, Zoph et al. 2022)."""
-        shape, flat = self.shape, x.flatten(0, 1)
+        shape = self.shape
+        flat = x.flatten(0, 1)
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(_wide(flat), _wide(self.weights[f"{name}router.weight"]))
-        scores = logits.sigmoid() if shape.router_score == "sigmoid" else logits.softmax(-1)
+        if shape.router_score == "sigmoid":
+            scores = logits.sigmoid()
+        else:
+            scores = logits.softmax(-1)
         chosen = (scores.detach() + (0 if bias is None else bias)).topk(shape.experts_per_token).indices
         factors = scores.gather(1, chosen)
         if shape.normalize_router:
             factors = factors / factors.sum(1, keepdim=True)
         factors = factors * shape.router_scale
-        up, down = self.weights[f"{name}experts.up"], self.weights[f"{name}experts.down"]
+        up = self.weights[f"{name}experts.up"]
+        down = self.weights[f"{name}experts.down"]
         y = torch.zeros((), dtype=flat.dtype, device=x.device)
         for expert in range(shape.num_experts):
             token, slot = (chosen == expert).nonzero(as_tuple=True)
@@ -228,7 +249,9 @@ class PlainGPT:
 
 def _wide(x: Tensor) -> Tensor:
     """Return x in fp32, or in fp64 if it is."""
-    return x if x.dtype == torch.float64 else x.float()
+    if x.dtype == torch.float64:
+        return x
+    return x.float()
 
 
 @dataclass(frozen=True)
@@ -272,7 +295,9 @@ def step_adamw(
     config: RunConfig, rule: Rule, lr: float, count: int, value: Tensor, gradient: Tensor, states: Mapping[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the next value and the next moments of any elements; `count` steps are taken, this one included."""
-    rate, b1, b2 = lr * rule.lr_factor, config.beta1, config.beta2
+    rate = lr * rule.lr_factor
+    b1 = config.beta1
+    b2 = config.beta2
     mean = b1 * states["exp_avg"] + (1 - b1) * gradient
     square = b2 * states["exp_avg_sq"] + (1 - b2) * gradient.square()
     change = (mean / (1 - b1**count)) / ((square / (1 - b2**count)).sqrt() + config.eps)
@@ -293,7 +318,10 @@ def step_muon(
         rows = [update.shape[-2] // 2] * 2
     elif is_adapter(name):
         of_layers = list(shape.adapter_rows(".".join(name.split(".")[2:-1])))
-        rows = of_layers if name.endswith(ADAPTERS[1]) else [shape.lora_rank] * len(of_layers)
+        if name.endswith(ADAPTERS[1]):
+            rows = of_layers
+        else:
+            rows = [shape.lora_rank] * len(of_layers)
     pieces = []
     for piece in update.split(rows, -2):
         matrices = piece if piece.dim() == 3 else piece[None]
@@ -321,10 +349,13 @@ def step_adafactor(
 
     `count` steps are taken, this one included. Without states, as at the first step, all moments are 0.
     """
-    rate, fresh = lr * rule.lr_factor, count**_ADAFACTOR_DECAY
+    rate = lr * rule.lr_factor
+    fresh = count**_ADAFACTOR_DECAY
 
     def averaged(key: str, now: Tensor) -> Tensor:
-        return (1 - fresh) * states[key].view_as(now) + fresh * now if states else fresh * now
+        if states:
+            return (1 - fresh) * states[key].view_as(now) + fresh * now
+        return fresh * now
 
     squares = gradient.square()
     if value.dim() >= 2:

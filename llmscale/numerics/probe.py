@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 #: Elements of a parameter that are always copied, and memory of a rank for all copies.
-_LEAST, _BUDGET_BYTES = 4096, 2**30
+_LEAST = 4096
+_BUDGET_BYTES = 2**30
 
 
 def choose_strides(elements: Mapping[str, int], copies: int, budget_bytes: int = _BUDGET_BYTES) -> dict[str, int]:
@@ -90,7 +91,8 @@ class Probe:
         self, engine: DeepSpeedEngine, strides: Mapping[str, int], *, graphs: type[torch.nn.Module] | None = None
     ) -> None:
         """strides: the parameters to watch; graphs: kind of modules that are compiled, each as a whole."""
-        self.engine, self.strides = engine, strides
+        self.engine = engine
+        self.strides = strides
         self.parameters = {name: p for name, p in named_parameters(engine) if name in strides}
         self.starts = {name: held_range(p)[0] for name, p in self.parameters.items()}
         self._shards = list(parameter_shards(engine))

@@ -99,7 +99,8 @@ def kind_of(name: str) -> str:
 
 def as_row(finding: Finding) -> Row:
     """Return a comparison as a row."""
-    is_finite, share = math.isfinite(finding.error), finding.share
+    is_finite = math.isfinite(finding.error)
+    share = finding.share
     return Row(
         link=finding.link,
         what=kind_of(finding.name) if finding.link == "gradient" else "",
@@ -137,11 +138,18 @@ def table_lines(report: Report) -> list[str]:
 
 
 def _row_line(row: Row) -> str:
-    share = "equal" if row.share == 0 and not row.allowed else "-" if row.share is None else f"{row.share:.3g}"
+    if row.share == 0 and not row.allowed:
+        share = "equal"
+    elif row.share is None:
+        share = "-"
+    else:
+        share = f"{row.share:.3g}"
     difference = "not equal" if row.difference is None else f"{row.difference:.2g}"
     what = row.what or (row.note if row.link in ("loss", "norm") and len(row.note) <= 24 else "")
     line = f"{row.link:9} {what:24} {difference:>11} {row.allowed:9.2g} {share:>8}"
-    return f"{line}  WRONG  {row.parameter}, step {row.step}" if row.verdict == "wrong" else line
+    if row.verdict == "wrong":
+        return f"{line}  WRONG  {row.parameter}, step {row.step}"
+    return line
 
 
 def describe_wrong(row: Row) -> str:

@@ -36,7 +36,10 @@ def facts_of_run(resolved: ResolvedRun) -> EngineFacts:
     """Return the facts of a run's engine."""
     model = DTYPES[resolved.precision]
     data_types = resolved.ds_config.get("data_types", {})
-    sums = data_types.get("grad_accum_dtype") if isinstance(data_types, dict) else None
+    if isinstance(data_types, dict):
+        sums = data_types.get("grad_accum_dtype")
+    else:
+        sums = None
     return EngineFacts(
         zero_stage=resolved.zero_stage,
         clipping=float(resolved.ds_config["gradient_clipping"]),  # type: ignore[arg-type]
@@ -92,7 +95,8 @@ class RunJudge(LinkJudge):
         return findings
 
     def _update(self, step: int, lr: float) -> list[Finding]:
-        watched, numbers = self._watched, []
+        watched = self._watched
+        numbers = []
         for index, (name, rule) in enumerate(watched.rules.items()):
             piece = self._probe.pieces.get(name)
             if rule.needs_all and name not in watched.is_whole:
@@ -110,7 +114,8 @@ class RunJudge(LinkJudge):
         if watched.resolved.zero_stage:
             # One rank compares a complete parameter for all.
             shares[:, [rule.needs_all for rule in watched.rules.values()]] = 0.0
-        rank, findings = wrong_alone(shares), []
+        rank = wrong_alone(shares)
+        findings = []
         for index, name in enumerate(watched.rules):
             note = f"moved {float(moved[index]):.3g}"
             findings.append(Finding(step, "update", name, float(error[index]), float(bounds[index]), note, rank))
@@ -150,7 +155,9 @@ class RunJudge(LinkJudge):
 
     def _complete_update(self, index: int, name: str, rule: Rule, lr: float, piece: Piece | None) -> Tensor:
         """Return the numbers of `_partial_update` of a parameter that one rank compares for all. Collective."""
-        watched, shape, nothing = self._watched, self._watched.shapes[name], torch.zeros(0)
+        watched = self._watched
+        shape = self._watched.shapes[name]
+        nothing = torch.zeros(0)
         parts = [nothing] * 4
         worst = 0.0
         if piece is not None:

@@ -288,7 +288,8 @@ class Candidate(Fit):
 
         Every rank copies its shards; at stage 0 these are the complete states. Copies from a GPU are page-locked.
         """
-        step, cluster = self.step, self.cluster
+        step = self.step
+        cluster = self.cluster
         copies = cluster.gpus_per_node if step.zero_stage == 0 else 1 / cluster.num_nodes
         checkpoint = copies * step.stored_optimizer.checkpoint_bytes(step.shape.architecture)
         if step.engine_config.zero.offload_optimizer.device != "none":

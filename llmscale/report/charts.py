@@ -26,10 +26,13 @@ MOST_EVALUATIONS = 64
 #: Runs that have charts of their own, of parts of one run.
 _MOST_OWN_CHARTS = 4
 _GIB = 2**30
-_NATS, _BITS = "nats per token", "bits per byte"
+_NATS = "nats per token"
+_BITS = "bits per byte"
 #: Title of the chart that has the training and the validation loss of a single run.
 _BOTH_LOSSES = "Training and validation loss"
 _TRAINING_LOSS = "Training loss"
+#: Points of an expected loss.
+_POINTS = 65
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,8 @@ def _charts_of(
 
 def _training_curve(run: ReportedRun, name: str, most: int, factor: float = 1.0, **more: Any) -> Curve:
     """Return a column of training records, thinned out."""
-    steps, column = run.history.steps.steps, run.history.steps.values[name]
+    steps = run.history.steps.steps
+    column = run.history.steps.values[name]
     chosen = thin(column, most)
     values = build_column(column[index] * factor for index in chosen)
     return Curve(run.name, values, [steps[index] for index in chosen] if len(steps) > most else None, **more)
@@ -165,7 +169,8 @@ def _validation_curve(run: ReportedRun, most: int) -> Curve:
 
 def _law_chart(run: ReportedRun, training: Curve, is_alone: bool) -> tuple[Chart, list[Curve]]:
     """Return the loss beside what a law expects of a model of this size; empty where it expects a uniform guess."""
-    chart, law = Chart("Loss", "Beside Chinchilla's law", _NATS), run.law
+    chart = Chart("Loss", "Beside Chinchilla's law", _NATS)
+    law = run.law
     if law is None or not law.tokens:
         return chart, []
     columns = run.history.steps
@@ -211,7 +216,8 @@ def _evaluation_charts(run: ReportedRun) -> Iterator[tuple[Chart, list[Curve]]]:
     """Yield a chart for each task and value."""
     points: dict[tuple[str, str], dict[int, float]] = {}
     for step, record in run.history.of_kind("evaluation"):
-        task, values = record.get("task"), record.get("values")
+        task = record.get("task")
+        values = record.get("values")
         if not isinstance(task, str) or not isinstance(values, dict):
             continue
         for name, value in values.items():
@@ -245,7 +251,10 @@ def _memory_chart(run: ReportedRun, is_alone: bool, most: int) -> tuple[Chart, l
     """Return the measured peak, and what each start estimated."""
     measured = _training_curve(run, "peak_memory_bytes", most, 1 / _GIB)
     on_cpu = any(record.get("device") == "cpu" for _, record in run.history.of_kind("event", "start"))
-    note = "Measured on a CPU is all that the process holds, libraries included." if on_cpu else ""
+    if on_cpu:
+        note = "Measured on a CPU is all that the process holds, libraries included."
+    else:
+        note = ""
     chart = Chart("Speed and memory", "Memory of one rank", "GiB at the peak", is_pictured=True, note=note)
     starts = [(step, record) for step, record in run.history.of_kind("event", "start") if _estimate(record) > 0]
     if on_cpu or not starts:  # the estimate is a GPU's
@@ -273,7 +282,8 @@ def _unigram_line(run: ReportedRun, chart: Chart, curves: Sequence[Curve]) -> li
     entropy = run.facts.unigram_entropy
     if entropy is None or chart.title not in (_BOTH_LOSSES, _TRAINING_LOSS):
         return []
-    ends, ratio = _ends(run, curves), run.facts.bytes_per_token
+    ends = _ends(run, curves)
+    ratio = run.facts.bytes_per_token
     return [Curve("unigram entropy", [entropy] * 2, ends, is_dashed=True, colour=6, bytes_per_token=ratio)]
 
 
@@ -320,7 +330,8 @@ def thin(values: Sequence[float], most: int) -> NDArray[np.int64]:
     gaps = np.isnan(stretches)
     starts = np.arange(rows) * width
     # In a range without numbers, argmin and argmax select its first value.
-    lowest, highest = np.where(gaps, np.inf, stretches).argmin(1), np.where(gaps, -np.inf, stretches).argmax(1)
+    lowest = np.where(gaps, np.inf, stretches).argmin(1)
+    highest = np.where(gaps, -np.inf, stretches).argmax(1)
     chosen = [starts + lowest, starts + highest]
     with_gap = gaps.any(1)
     chosen.append((starts + gaps.argmax(1))[with_gap])
@@ -355,7 +366,8 @@ def training_hours(history: RunHistory) -> list[float]:
 
 def build_axis(history: RunHistory, hours: Sequence[float], most: int) -> Json:
     """Return steps with their tokens and hours, between which a page interpolates."""
-    steps, tokens = history.steps.steps, history.steps.values["tokens_seen"]
+    steps = history.steps.steps
+    tokens = history.steps.values["tokens_seen"]
     chosen = thin(history.steps.values["loss"], most)
     return {
         "steps": [steps[index] for index in chosen],
@@ -372,12 +384,13 @@ def build_column(values: Iterable[float]) -> list[float | int | None]:
 def round_value(value: float | None) -> float | int | None:
     if value is None or not math.isfinite(value):
         return None
-    rounded = value if value == int(value) else float(f"{value:.6g}")
-    return int(rounded) if abs(rounded) < 1e15 and rounded == int(rounded) else rounded
-
-
-#: Points of an expected loss.
-_POINTS = 65
+    if value == int(value):
+        rounded = value
+    else:
+        rounded = float(f"{value:.6g}")
+    if abs(rounded) < 1e15 and rounded == int(rounded):
+        return int(rounded)
+    return rounded
 
 
 @dataclass(frozen=True)
@@ -402,7 +415,8 @@ class Expectation:
 
 def expect(num_parameters: int, vocab_size: int, first_tokens: float, last_tokens: float) -> Expectation:
     """Return what the law expects of a run from its first record to its last; both numbers of tokens are positive."""
-    law, uniform = BESIROGLU, math.log(vocab_size)
+    law = BESIROGLU
+    uniform = math.log(vocab_size)
     spaced = np.geomspace(first_tokens, last_tokens, _POINTS).tolist()
     tokens = [count for count in spaced if law.loss(num_parameters, count) < uniform]
     flops = training_flops(num_parameters, last_tokens)

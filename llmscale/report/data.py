@@ -34,14 +34,27 @@ from llmscale.report.run_list import ListedRun
 from llmscale.untrusted.terminal import make_visible, make_visible_line
 
 #: Limits per run: a file may have any number.
-MOST_SAMPLES, MOST_SAMPLE_LETTERS = 200, 4_000
-MOST_EXPERTS, MOST_BLOCKS = 512, 128
+MOST_SAMPLES = 200
+MOST_SAMPLE_LETTERS = 4_000
+MOST_EXPERTS = 512
+MOST_BLOCKS = 128
 #: Most points of a curve, most of all runs' curves of a kind, and the least that a curve keeps.
-MOST_POINTS, MOST_POINTS_OF_ALL, LEAST_POINTS = 20_000, 80_000, 2_000
+MOST_POINTS = 20_000
+MOST_POINTS_OF_ALL = 80_000
+LEAST_POINTS = 2_000
 _NATS_PER_BIT = math.log(2)
 MarkKind = Literal["start", "end", "spike", "nonfinite", "slow", "router"]
 #: Limit of marks of a kind per run: a file may have any number.
 MOST_MARKS = 500
+#: Facts of a start that its mark shows, with their labels.
+_SAID = {
+    "world_size": "ranks",
+    "zero_stage": "ZeRO stage",
+    "precision": "precision",
+    "micro_batch_size": "micro-batch",
+    "device": "device",
+}
+_SPIKE = {"loss_z": "z-score of the loss", "grad_norm": "gradient norm", "grad_norm_z": "its z-score"}
 
 
 def build_report(folders: Sequence[Path], listed: Sequence[ListedRun] = ()) -> Json:
@@ -49,7 +62,8 @@ def build_report(folders: Sequence[Path], listed: Sequence[ListedRun] = ()) -> J
 
     `listed` are the runs of a folder: all are in a table, and those of them without readable metrics in no chart.
     """
-    runs, optional = [], {run.path for run in listed}
+    runs = []
+    optional = {run.path for run in listed}
     for folder, name in zip(folders, _names(folders), strict=True):
         try:
             history = load_history(folder)
@@ -99,9 +113,10 @@ def _choose_unit(runs: Sequence[ReportedRun]) -> tuple[str, list[str]]:
     unknown = [run for run in runs if run.facts.bytes_per_token is None]
     why = [f"{run.name}: bits per byte are not known, because {run.facts.why_no_bytes}." for run in unknown]
     if len(unknown) == len(runs):
-        reason = (
-            "Which tokenizers the runs have is not known" if tokenizers == {None} else "The runs' tokenizers differ"
-        )
+        if tokenizers == {None}:
+            reason = "Which tokenizers the runs have is not known"
+        else:
+            reason = "The runs' tokenizers differ"
         return "nats", [f"{reason}: losses in nats per token compare only runs of the same one.", *why]
     return "bits", ["The runs' tokenizers differ or are not known: losses are drawn in bits per byte.", *why]
 
@@ -110,14 +125,18 @@ def _names(folders: Sequence[Path]) -> list[str]:
     """Return the last part of each path, or where two have the same the path below the folder of all."""
     paths = [folder.resolve() for folder in folders]
     short = [path.name for path in paths]
-    above = os.path.commonpath([path.parent for path in paths]) if paths else ""
+    if paths:
+        above = os.path.commonpath([path.parent for path in paths])
+    else:
+        above = ""
     return [
         make_visible_line(path.name if short.count(path.name) == 1 else os.path.relpath(path, above)) for path in paths
     ]
 
 
 def _describe(run: ReportedRun, most: int) -> Json:
-    history, facts = run.history, run.facts
+    history = run.history
+    facts = run.facts
     shape = facts.shape
     hours = training_hours(history)
     return {
@@ -142,7 +161,8 @@ def _describe(run: ReportedRun, most: int) -> Json:
 
 
 def _expectation(history: RunHistory, facts: RunFacts) -> Expectation | None:
-    shape, tokens = facts.shape, history.steps.values["tokens_seen"]
+    shape = facts.shape
+    tokens = history.steps.values["tokens_seen"]
     # The laws are of dense models.
     if shape is None or shape.num_experts or not 0 < tokens[0] <= tokens[-1]:
         return None
@@ -158,7 +178,9 @@ def _law(law: Expectation | None) -> Json | None:
 
 def _summary(run: ReportedRun, hours: Sequence[float]) -> Json:
     """Return a run's row of the summary, in the units that the names say."""
-    history, columns, law = run.history, run.history.steps.values, run.law
+    history = run.history
+    columns = run.history.steps.values
+    law = run.law
     ratio = run.facts.validation_bytes_per_token
     finite = [loss for loss in columns["loss"] if not math.isnan(loss)]
     validations = [loss for loss in history.validation.values() if not math.isnan(loss)]
@@ -204,7 +226,8 @@ def _differences(runs: Sequence[ReportedRun]) -> list[Json]:
 def build_expert_load(history: RunHistory) -> Json:
     """Return the newest load of every expert, 1 for the mean: a row of `loads` for each of `blocks`."""
     for step, record in reversed(history.of_kind("event", "expert_load")):
-        blocks, loads = record.get("blocks"), record.get("loads")
+        blocks = record.get("blocks")
+        loads = record.get("loads")
         if not (isinstance(blocks, list) and isinstance(loads, list) and all(isinstance(row, list) for row in loads)):
             continue
         rows = [build_column(map(as_number, row[:MOST_EXPERTS])) for row in loads[:MOST_BLOCKS]]
@@ -271,16 +294,6 @@ def how_it_ended(history: RunHistory) -> str:
     return "no end recorded (running, killed or failed)"
 
 
-#: Facts of a start that its mark shows, with their labels.
-_SAID = {
-    "world_size": "ranks",
-    "zero_stage": "ZeRO stage",
-    "precision": "precision",
-    "micro_batch_size": "micro-batch",
-    "device": "device",
-}
-
-
 def _start(record: Record, before: Record) -> tuple[str, str]:
     parts = [
         f"{words} {f'{show(before[key])} → ' if before.get(key, record[key]) != record[key] else ''}{show(record[key])}"
@@ -288,14 +301,18 @@ def _start(record: Record, before: Record) -> tuple[str, str]:
         if record.get(key) is not None
     ]
     verb = "restart" if before else "start"
-    ranks, stage = record.get("world_size"), record.get("zero_stage")
+    ranks = record.get("world_size")
+    stage = record.get("zero_stage")
     short = f"{show(ranks)} rank{'' if ranks == 1 else 's'}, stage {show(stage)}"
-    return (f"{verb}: {', '.join(parts)}", short) if parts else (verb, verb)
+    if parts:
+        return (f"{verb}: {', '.join(parts)}", short)
+    return (verb, verb)
 
 
 def _lost_stretches(history: RunHistory) -> Iterator[Mark]:
     """Yield ranges of steps whose loss is NaN or infinite."""
-    steps, losses = history.steps.steps, history.steps.values["loss"]
+    steps = history.steps.steps
+    losses = history.steps.values["loss"]
     first = None
     for index, step in enumerate(steps):
         is_lost = math.isnan(losses[index])
@@ -306,9 +323,6 @@ def _lost_stretches(history: RunHistory) -> Iterator[Mark]:
             span = f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
             yield Mark(first, "nonfinite", f"loss NaN or infinite, {span}", "NaN")
             first = None
-
-
-_SPIKE = {"loss_z": "z-score of the loss", "grad_norm": "gradient norm", "grad_norm_z": "its z-score"}
 
 
 def _spike(record: Record) -> tuple[str, str]:
@@ -329,7 +343,10 @@ def _nonfinite(record: Record) -> tuple[str, str]:
 def _slow(record: Record) -> tuple[str, str]:
     ratio = as_number(record.get("ratio"))
     times = "" if math.isnan(ratio) else f" {ratio:.3g} times the others' time"
-    phase = f" in {show(record['phase'])}" if record.get("phase") is not None else ""
+    if record.get("phase") is not None:
+        phase = f" in {show(record['phase'])}"
+    else:
+        phase = ""
     return f"slow rank {show(record.get('rank'))} on {show(record.get('host'))}:{times}{phase}", "slow rank"
 
 

@@ -23,6 +23,28 @@ Record = Mapping[str, object]
 #: Kinds of the records that a report shows.
 KINDS = ("event", "train", "validation", "evaluation", "sample")
 _LARGEST = 3.5e38
+#: Fields of a training record that a report reads.
+COLUMNS = (*(name for name, declared in METRICS.items() if declared.is_column), "time")
+#: Prefix of the columns of the loss on each dataset of a mixture.
+OF_SET = "loss of "
+#: Limit of datasets of a mixture that have a column: a file may name any number.
+MAX_SETS = 32
+#: Uses of a run's wall time, with the words of a report. docs/watching.md defines each.
+WALL_TIME = {
+    "steps": "steps that count",
+    "redone": "redone steps",
+    "starts": "starts and downtime",
+    "saves": "saves",
+    "waiting": "waiting for data",
+    "validation": "validation",
+    "other": "other",
+}
+_PAUSES = {"saving": "saves", "evaluating": "validation", "starting": "starts"}
+#: Phases of a step, seconds per step.
+_PHASES = ("data_wait_s", "forward_backward_s", "optimizer_step_s", "other_s")
+#: Latest time of a record and longest start-up that are believed, seconds.
+_LATEST_S = 1e11
+_LONGEST_START_S = 1e7
 
 
 def as_number(value: object) -> float:
@@ -37,7 +59,8 @@ def as_number(value: object) -> float:
 
 def is_record(record: Record) -> bool:
     """Return whether a record has the fields of its kind, each with its type."""
-    kind, step = record.get("kind"), record.get("step")
+    kind = record.get("kind")
+    step = record.get("step")
     if step is not None and not (is_count(step) and step <= MAX_STEPS):
         return False
     if kind == "event":
@@ -74,14 +97,6 @@ def check_version(path: Path, record: Record) -> None:
         )
 
 
-#: Fields of a training record that a report reads.
-COLUMNS = (*(name for name, declared in METRICS.items() if declared.is_column), "time")
-#: Prefix of the columns of the loss on each dataset of a mixture.
-OF_SET = "loss of "
-#: Limit of datasets of a mixture that have a column: a file may name any number.
-MAX_SETS = 32
-
-
 @dataclass
 class StepColumns:
     """Training records as columns of equal length, ascending by step; NaN where a record has no number."""
@@ -92,13 +107,19 @@ class StepColumns:
     def append(self, step: int, record: Record) -> None:
         """Add a record of a later step than the last."""
         by_set = record.get("loss_by_set")
-        losses = {f"{OF_SET}{name}": value for name, value in by_set.items()} if isinstance(by_set, dict) else {}
+        if isinstance(by_set, dict):
+            losses = {f"{OF_SET}{name}": value for name, value in by_set.items()}
+        else:
+            losses = {}
         for name in losses:
             if name not in self.values and len(self.values) < len(COLUMNS) + MAX_SETS:
                 self.values[name] = _unknown(len(self.steps))
         self.steps.append(step)
         for name, column in self.values.items():
-            value = record.get(name) if name in METRICS or name == "time" else losses.get(name)
+            if name in METRICS or name == "time":
+                value = record.get(name)
+            else:
+                value = losses.get(name)
             # The usual case first: a log has millions of numbers.
             if value is None:
                 column.append(math.nan)
@@ -117,29 +138,15 @@ class StepColumns:
 
     def extend(self, other: StepColumns) -> None:
         """Append later steps of another part."""
-        first = bisect_right(other.steps, self.steps[-1]) if self.steps else 0
+        if self.steps:
+            first = bisect_right(other.steps, self.steps[-1])
+        else:
+            first = 0
         for name in other.values:
             self.values.setdefault(name, _unknown(len(self.steps)))
         self.steps.extend(other.steps[first:])
         for name, column in self.values.items():
             column.extend(other.values[name][first:] if name in other.values else _unknown(len(other.steps) - first))
-
-
-#: Uses of a run's wall time, with the words of a report. docs/watching.md defines each.
-WALL_TIME = {
-    "steps": "steps that count",
-    "redone": "redone steps",
-    "starts": "starts and downtime",
-    "saves": "saves",
-    "waiting": "waiting for data",
-    "validation": "validation",
-    "other": "other",
-}
-_PAUSES = {"saving": "saves", "evaluating": "validation", "starting": "starts"}
-#: Phases of a step, seconds per step.
-_PHASES = ("data_wait_s", "forward_backward_s", "optimizer_step_s", "other_s")
-#: Latest time of a record and longest start-up that are believed, seconds.
-_LATEST_S, _LONGEST_START_S = 1e11, 1e7
 
 
 @dataclass
@@ -160,7 +167,9 @@ class WallClock:
 
     def add(self, step: int, record: Record) -> None:
         """Add the time since the last training step, start or end."""
-        now, kind, event = as_number(record.get("time")), record["kind"], record.get("event")
+        now = as_number(record.get("time"))
+        kind = record["kind"]
+        event = record.get("event")
         if not 0 < now <= _LATEST_S:
             return
         if kind in ("validation", "evaluation", "sample"):
@@ -171,15 +180,20 @@ class WallClock:
             if kind == "train":
                 self._add_steps(step, record, elapsed_s)
             elif event == "start":
-                startup_s = as_number(record.get("startup_s")) if math.isnan(self._last_s) else math.nan
+                if math.isnan(self._last_s):
+                    startup_s = as_number(record.get("startup_s"))
+                else:
+                    startup_s = math.nan
                 self.seconds["starts"] += startup_s if 0 < startup_s <= _LONGEST_START_S else elapsed_s
-                self._is_starting, self._first_step_s = True, None
+                self._is_starting = True
+                self._first_step_s = None
             else:
                 validation_s = min(elapsed_s, max(0.0, self._evaluated_s - self._last_s))
                 self.seconds["validation"] += validation_s
                 # At its end a run waits until its last checkpoint is on disk.
                 self.seconds["saves"] += elapsed_s - validation_s
-            self._last_s, self._step = now, step
+            self._last_s = now
+            self._step = step
 
     def _add_steps(self, step: int, record: Record, elapsed_s: float) -> None:
         step_s = _step_seconds([as_number(record.get(name)) for name in _PHASES])
@@ -281,12 +295,19 @@ class RunHistory:
     def _counted_seconds(self) -> tuple[float, float]:
         """Return the seconds of the steps of this history, each once, and the part that waited for data."""
         starts = [step for step, _ in self.of_kind("event", "start")]
-        steps, values, firsts = self.steps.steps, self.steps.values, {step + 1 for step in starts}
+        steps = self.steps.steps
+        values = self.steps.values
+        firsts = {step + 1 for step in starts}
         each_s = [_step_seconds(phases) for phases in zip(*(values[name] for name in _PHASES), strict=True)]
-        counted_s, waiting_s, before = 0.0, 0.0, min([*starts, *steps[:1]], default=0)
+        counted_s = 0.0
+        waiting_s = 0.0
+        before = min([*starts, *steps[:1]], default=0)
         for index, step in enumerate(steps):
             if not math.isnan(values["time"][index]):
-                step_s = min(each_s[index : index + 2]) if step in firsts else each_s[index]
+                if step in firsts:
+                    step_s = min(each_s[index : index + 2])
+                else:
+                    step_s = each_s[index]
                 counted_s += (step - before) * step_s
                 wait_s = values["data_wait_s"][index]
                 waiting_s += (step - before) * min(step_s, wait_s if wait_s > 0 else 0.0)
@@ -319,7 +340,10 @@ class RunHistory:
     def extend(self, other: RunHistory) -> None:
         """Append a later part."""
         self.steps.extend(other.steps)
-        first = bisect_left(other.others, self.others[-1][0], key=_step_of) if self.others else 0
+        if self.others:
+            first = bisect_left(other.others, self.others[-1][0], key=_step_of)
+        else:
+            first = 0
         self.others += other.others[first:]
 
     def _column(self, name: str) -> dict[int, float]:
@@ -365,11 +389,19 @@ def load_run_manifest(run: Path) -> Manifest | None:
     try:
         described = load_json(run / CONFIG_NAME, Rules(ConfigError, not_finite=True))
         config, resolved = described.get("config"), described.get("resolved")
-        sets = open_kept_sets(run, str(resolved.get("dataset")), "") if isinstance(resolved, dict) else None
+        if isinstance(resolved, dict):
+            sets = open_kept_sets(run, str(resolved.get("dataset")), "")
+        else:
+            sets = None
         if sets is not None:
             return None if sets.recipe else sets.manifest
-        data = config.get("data") if isinstance(config, dict) else None
-        return load_manifest(data) if isinstance(data, str) else None
+        if isinstance(config, dict):
+            data = config.get("data")
+        else:
+            data = None
+        if isinstance(data, str):
+            return load_manifest(data)
+        return None
     except (OSError, ConfigError, DataError):
         return None
 

@@ -20,7 +20,9 @@ from llmscale.terminal.human_numbers import format_duration, format_quantity
 Run = Mapping[str, Any]  # as data.build_report builds it
 #: Label and kind of a column. The kind is a class of the style.
 Column = tuple[str, str]
-_NUMBER, _NAME, _TEXT = "number", "name", ""
+_NUMBER = "number"
+_NAME = "name"
+_TEXT = ""
 #: Rows from which a table scrolls.
 _TALL = 16
 _LONGEST_END = 48
@@ -40,7 +42,10 @@ def build_page(report: Mapping[str, object], title: str, reload_s: int | None = 
     A page with `reload_s` loads itself again after these seconds.
     """
     runs: Sequence[Mapping[str, Any]] = report["runs"]  # type: ignore[assignment]  # as data.build_report builds it
-    ended = f"{runs[0]['folder']} · {runs[0]['summary']['ended']} · " if len(runs) == 1 else ""
+    if len(runs) == 1:
+        ended = f"{runs[0]['folder']} · {runs[0]['summary']['ended']} · "
+    else:
+        ended = ""
     created = str(report["created"]).replace("T", " ").replace("+00:00", " UTC")
     charted = [{key: value for key, value in run.items() if key not in _NOT_CHARTED} for run in runs]
     parts = {
@@ -113,7 +118,10 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[object]]) -> Html:
 
 def build_summary(report: Mapping[str, Any]) -> Html:
     """Return the part above the charts: notes, the runs in numbers, and all runs of a folder."""
-    notes = tag("ul", *(tag("li", note) for note in report["notes"]), class_="notes") if report["notes"] else Html()
+    if report["notes"]:
+        notes = tag("ul", *(tag("li", note) for note in report["notes"]), class_="notes")
+    else:
+        notes = Html()
     parts = [notes, _summary(report["runs"])]
     if report["listed"]:
         parts.append(_section("All runs", _all_runs(report["listed"])))
@@ -173,11 +181,10 @@ def _summary(runs: Sequence[Run]) -> Html:
 
 def _numbers(run: Run) -> dict[str, str]:
     s = run["summary"]
-    steps = (
-        f"{_number(s['steps'])} of {_number(s['total_steps'])}"
-        if s["total_steps"] not in (None, s["steps"])
-        else _number(s["steps"])
-    )
+    if s["total_steps"] not in (None, s["steps"]):
+        steps = f"{_number(s['steps'])} of {_number(s['total_steps'])}"
+    else:
+        steps = _number(s["steps"])
     memory = s["peak_memory_bytes"]
     return {
         "parameters": _quantity(run["num_parameters"]),
@@ -211,7 +218,10 @@ def _all_runs(listed: Sequence[Run]) -> Html:
     heads = [(tag("button", label, type="button", class_="head"), kind) for label, kind in columns.items()]
     rows = []
     for run in listed:
-        of_total = f" of {_number(run['total_steps'])}" if run["total_steps"] else ""
+        if run["total_steps"]:
+            of_total = f" of {_number(run['total_steps'])}"
+        else:
+            of_total = ""
         lost = "killed, or its host is gone" if run["state"] == "lost" else _UNKNOWN
         seen = (run["last_seen"] or _UNKNOWN).replace("T", " ").replace("+00:00", " UTC")
         rows.append(
@@ -242,13 +252,14 @@ def _law(runs: Sequence[Run]) -> Html:
     labels = ("parameters N", "tokens D", "D / N", "last loss", "validation loss", "expected loss", "best N", "best D")
     rows = []
     for run in known:
-        s, size = run["summary"], run["num_parameters"]
-        low, high = s["expected_loss_low"], s["expected_loss_high"]
-        expected = (
-            f"{_number(s['expected_loss'])} ({low:.3g} to {high:.3g})"
-            if run["law"]["applies"]
-            else "not below a uniform guess"
-        )
+        s = run["summary"]
+        size = run["num_parameters"]
+        low = s["expected_loss_low"]
+        high = s["expected_loss_high"]
+        if run["law"]["applies"]:
+            expected = f"{_number(s['expected_loss'])} ({low:.3g} to {high:.3g})"
+        else:
+            expected = "not below a uniform guess"
         losses = (_number(s["loss"]), _number(s["validation_loss"]), expected)
         best = (_quantity(s["optimal_parameters"]), _quantity(s["optimal_tokens"]))
         rows.append([_label(run), _quantity(size), _quantity(s["tokens"]), _number(s["tokens"] / size), *losses, *best])
@@ -276,16 +287,21 @@ def _timeline(runs: Sequence[Run]) -> Html:
             rows.append([_label(run), *numbers, tag("td", mark["text"], class_=mark["kind"])])
     columns = [("run", _NAME), ("step", _NUMBER), ("tokens", _NUMBER), ("time", _NUMBER), ("what", _TEXT)]
     is_alone = len(runs) == 1
-    return table(columns[is_alone:], [row[is_alone:] for row in rows]) if rows else Html()
+    if rows:
+        return table(columns[is_alone:], [row[is_alone:] for row in rows])
+    return Html()
 
 
 def _samples(run: Run) -> Html:
     rows = []
     for sample in reversed(run["samples"]):
-        prompt, text = sample["prompt"], sample["text"]
+        prompt = sample["prompt"]
+        text = sample["text"]
         prompt = prompt if text.startswith(prompt) else ""
         rows.append([_number(sample["step"]), tag("pre", tag("b", prompt), text[len(prompt) :])])
-    return table([("step", _NUMBER), ("text", _TEXT)], rows) if rows else Html()
+    if rows:
+        return table([("step", _NUMBER), ("text", _TEXT)], rows)
+    return Html()
 
 
 def _expert_load(run: Run) -> Html:
@@ -313,7 +329,10 @@ def _expert_load(run: Run) -> Html:
 
 def _expert(number: int, load: float) -> Html:
     share = max(0.0, min(100.0, load * 50))
-    colour = f"color-mix(in srgb, var(--accent) {share:.0f}%, var(--card))" if load else "var(--alarm)"
+    if load:
+        colour = f"color-mix(in srgb, var(--accent) {share:.0f}%, var(--card))"
+    else:
+        colour = "var(--alarm)"
     return tag("i", title=f"expert {number}: {_number(load)}", style=f"background:{colour}")
 
 
@@ -340,11 +359,17 @@ def _settings(run: Run) -> Html:
 def _number(value: float | None) -> str:
     if value is None:
         return _UNKNOWN
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
 
 
 def _quantity(value: float | None) -> str:
-    return _UNKNOWN if value is None else format_quantity(value)
+    if value is None:
+        return _UNKNOWN
+    return format_quantity(value)
 
 
 def _percent(value: float | None) -> str:

@@ -50,10 +50,15 @@ from llmscale.training.run_folder import without_nan
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FIT_NAME, ISOFLOP_NAME, LOSS_NAME, RATES_NAME = "fit.json", "isoflop.png", "loss.png", "rates.png"
+FIT_NAME = "fit.json"
+ISOFLOP_NAME = "isoflop.png"
+LOSS_NAME = "loss.png"
+RATES_NAME = "rates.png"
 #: All that a fit writes.
 OUTPUTS = (LAW_NAME, FIT_NAME, ISOFLOP_NAME, LOSS_NAME, RATES_NAME)
-_BLUE, _ORANGE, _GREY = "#0072b2", "#d55e00", "0.55"
+_BLUE = "#0072b2"
+_ORANGE = "#d55e00"
+_GREY = "0.55"
 _POINTS = 60
 #: Sizes for which a sweep gives a rate, over its own.
 NEXT_SIZES = (4, 16, 64)
@@ -82,7 +87,9 @@ class Prediction(NamedTuple):
     @property
     def is_inside(self) -> bool | None:
         """True if the measured loss is within the interval; None before the run has ended."""
-        return None if self.measured is None else self.predicted.low <= self.measured.loss <= self.predicted.high
+        if self.measured is None:
+            return None
+        return self.predicted.low <= self.measured.loss <= self.predicted.high
 
 
 @dataclass(frozen=True)
@@ -121,7 +128,8 @@ class LadderFit:
 
     def next_optimum(self) -> dict[str, Interval]:
         """Return the optimal size, its tokens and its loss for the next group's compute, by approach 3."""
-        flops, fit = self.next_flops, self.parametric
+        flops = self.next_flops
+        fit = self.parametric
         return {
             "num_parameters": fit.interval(lambda law: law.optimal_parameters(flops)),
             "tokens": fit.interval(lambda law: law.optimal_tokens(flops)),
@@ -189,8 +197,12 @@ class LadderFit:
                 "contain the scatter of the runs, but not that the law may bend."
             )
         for item in self.predictions:
-            run, verdict = item.planned, "inside" if item.is_inside else "OUTSIDE"
-            measured = f"measured {item.measured.loss:.4f}, {verdict}" if item.measured else "not trained yet"
+            run = item.planned
+            verdict = "inside" if item.is_inside else "OUTSIDE"
+            if item.measured:
+                measured = f"measured {item.measured.loss:.4f}, {verdict}"
+            else:
+                measured = "not trained yet"
             yield (
                 f"{run.name}: {format_quantity(run.num_parameters)} parameters on {format_quantity(run.tokens)} "
                 f"tokens, predicted {_range(item.predicted)}; {measured}"
@@ -245,7 +257,8 @@ def fit_ladder(folder: Path, ladder: Ladder, resamples: int) -> LadderFit:
     except ConfigError as error:
         raise ConfigError(f"{error} `llmscale ladder run {folder}` trains them. {' '.join(notes[:3])}") from None
     held_out = [run for run in ladder.runs if run.is_held_out]
-    longer, has_groups = longer_schedules(runs), ladder.design == "isoflop"
+    longer = longer_schedules(runs)
+    has_groups = ladder.design == "isoflop"
     return LadderFit(
         ladder=ladder,
         runs=runs,
@@ -344,7 +357,8 @@ def fit_rates(folder: Path, ladder: Ladder) -> RateFit:
     """Fit the finished runs of a sweep."""
     notes: list[str] = []
     runs = [(run, _read_finished(folder / RUNS_NAME / run.name, run, notes)) for run in ladder.runs]
-    rates, losses = [run.lr for run, done in runs if done], [done.loss for _, done in runs if done]
+    rates = [run.lr for run, done in runs if done]
+    losses = [done.loss for _, done in runs if done]
     best, parabola = best_rate(rates, losses) or (None, None)
     first = ladder.runs[0]
     return RateFit(first.flops, first.num_parameters, rates, losses, best, parabola, notes)
@@ -397,7 +411,8 @@ def _draw_groups(axes: Axes, fit: LadderFit) -> None:
         label = f"{runs[0].flops:.1e} FLOPs" if fit.isoflops else f"group {group}"
         axes.plot([r.num_parameters for r in runs], [r.loss for r in runs], "o", color=colour, label=label)
     if fit.isoflops:
-        ends, limits = [run.num_parameters for run in fit.runs], axes.get_ylim()
+        ends = [run.num_parameters for run in fit.runs]
+        limits = axes.get_ylim()
         sizes = np.geomspace(min(ends), max(ends), _POINTS)
         for parabola in fit.isoflops.parabolas:
             axes.plot(sizes, np.polyval(parabola, np.log(sizes)), color=_GREY, linewidth=1)
@@ -418,7 +433,8 @@ def _draw_compute(axes: Axes, fit: LadderFit) -> None:
     axes.plot(budgets, [at.value for at in optima], color=_BLUE, label="optimum by approach 3")
     axes.fill_between(budgets, [at.low for at in optima], [at.high for at in optima], color=_BLUE, alpha=0.2)
     for item in fit.predictions:
-        value, name = item.predicted.value, format_quantity(item.planned.num_parameters)
+        value = item.predicted.value
+        name = format_quantity(item.planned.num_parameters)
         errors = [[value - item.predicted.low], [item.predicted.high - value]]
         label = f"{name} parameters, held out: predicted{' and measured (dot)' if item.measured else ''}"
         axes.errorbar(item.planned.flops, value, errors, color=_ORANGE, capsize=5, label=label)

@@ -48,8 +48,10 @@ def build_model_card(model: ExportedModel, trained: TrainedCheckpoint) -> str:
 
 def build_adapter_card(model: ExportedModel, trained: TrainedCheckpoint) -> str:
     """Return the card of adapters alone, as `build_model_card` does; their base is named as peft finds it."""
-    place, checksum = trained.state.base["place"], trained.state.base["checksum"]
-    base, rank = name_of_base(place), trained.shape.lora_rank
+    place = trained.state.base["place"]
+    checksum = trained.state.base["checksum"]
+    base = name_of_base(place)
+    rank = trained.shape.lora_rank
     run = replace(_find_run(trained), init_from=place)
     title = f"{_plain(run.name)}, step {trained.manifest.step:,}: adapters of rank {rank}"
     purpose = (
@@ -89,7 +91,10 @@ class _TrainedRun:
 def _find_run(trained: TrainedCheckpoint) -> _TrainedRun:
     folder = trained.folder.resolve().parent.parent
     in_run = is_of_run(trained.folder, folder)
-    starts = load_starts(folder) if in_run else []
+    if in_run:
+        starts = load_starts(folder)
+    else:
+        starts = []
     starts = [start for start in starts if str(start.get("started")) <= trained.manifest.created]
     given = given_flags(starts)
     # A later start may leave the flag out, and the weights are still those.
@@ -173,18 +178,27 @@ Its last data were conversations in this chat template, which the tokenizer has 
 
 
 def _facts(model: ExportedModel, trained: TrainedCheckpoint) -> Iterable[tuple[str, str]]:
-    shape, config, sets, manifest = trained.shape, trained.config, trained.sets, trained.manifest
+    shape = trained.shape
+    config = trained.config
+    sets = trained.sets
+    manifest = trained.manifest
     num_tokens = sum(location.manifest.splits["train"].num_tokens for location in sets.locations)
     name = _code(last_part(config.model))
     yield "model", f"{name}: {shape.n_layer} layers, width {shape.n_embd}, {shape.n_head} heads"
-    active = f", of which a token uses {shape.active_parameters:,}" if shape.num_experts else ""
+    if shape.num_experts:
+        active = f", of which a token uses {shape.active_parameters:,}"
+    else:
+        active = ""
     yield "parameters", f"{model.num_parameters:,}{active}, in {model.dtype}"
     yield "context", f"{shape.seq_len:,} tokens"
     yield "vocabulary", f"{shape.vocab_size:,} tokens, tokenizer {_code(last_part(sets.manifest.tokenizer))}"
     source = _code(last_part(config.text or config.data))
     made_of = ", ".join(dict.fromkeys(_code(last_part(location.manifest.source)) for location in sets.locations))
     chats = [location.manifest.chat for location in sets.locations if location.manifest.chat is not None]
-    targets = f", of which {sum(chat.num_targets['train'] for chat in chats):,} are targets" if chats else ""
+    if chats:
+        targets = f", of which {sum(chat.num_targets['train'] for chat in chats):,} are targets"
+    else:
+        targets = ""
     yield "data", f"{source}, made of {made_of}: {num_tokens:,} tokens{targets}"
     yield "fingerprint of the data", _code(sets.fingerprint)
     yield "trained on", f"{manifest.tokens_seen:,} tokens in {manifest.step:,} steps"
@@ -194,7 +208,8 @@ def _facts(model: ExportedModel, trained: TrainedCheckpoint) -> Iterable[tuple[s
 
 def _losses(run: _TrainedRun) -> Iterable[tuple[str, str]]:
     """Yield the last losses before the checkpoint; none if the log is of another history."""
-    checkpoint, folder = run.trained.manifest, run.folder
+    checkpoint = run.trained.manifest
+    folder = run.folder
     if folder is None:
         return
     try:
@@ -228,7 +243,8 @@ def _command(run: _TrainedRun) -> str:
 
     It has the flags that were given; where these are not known, those whose values no default explains.
     """
-    config, published = run.trained.config, run.trained.published
+    config = run.trained.config
+    published = run.trained.published
     implied = build_run_config({"model": config.model}).model_dump(mode="json")
     if published is not None:
         implied |= published.keys

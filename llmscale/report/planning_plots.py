@@ -22,6 +22,12 @@ _CATEGORY_COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#F0E442", "#CC
 _NAMES = {"logits_bytes": "logits and loss", "optimizer_bytes": "optimizer states", "buckets_bytes": "communication"}
 #: Bars longer than this multiple of the GPU's memory are cut, with their number at the cut.
 _LONGEST = 1.1
+#: Budgets, in multiples of the planned one; colours from light to dark (ColorBrewer's Blues).
+_BUDGETS = (0.01, 0.1, 1.0, 10.0)
+_BUDGET_COLOURS = ("#9ecae1", "#6baed6", "#2171b5", "#08306b")
+#: Sizes drawn, in multiples of each budget's optimum.
+_SPREAD = 20.0
+_POINTS = 121
 
 
 @dataclass(frozen=True)
@@ -84,14 +90,6 @@ def _parts(bars: Sequence[MemoryBar]) -> dict[str, list[int]]:
     return parts
 
 
-#: Budgets, in multiples of the planned one; colours from light to dark (ColorBrewer's Blues).
-_BUDGETS = (0.01, 0.1, 1.0, 10.0)
-_BUDGET_COLOURS = ("#9ecae1", "#6baed6", "#2171b5", "#08306b")
-#: Sizes drawn, in multiples of each budget's optimum.
-_SPREAD = 20.0
-_POINTS = 121
-
-
 def plot_isoflops(path: Path, law: ParametricLaw, chosen: Point, optimum: Interval | float, title: str) -> None:
     """Draw to `path`, in the format of its suffix. `optimum` is N* for the chosen point's FLOPs.
 
@@ -106,7 +104,8 @@ def plot_isoflops(path: Path, law: ParametricLaw, chosen: Point, optimum: Interv
     axes.plot(
         chosen.num_parameters, chosen.loss, marker="*", markersize=16, color="#D55E00", linestyle="none", label=words
     )
-    low, high = min(losses), max(losses)
+    low = min(losses)
+    high = max(losses)
     axes.set(xscale="log", ylim=(low - 0.15 * (high - low), high + 0.45 * (high - low)))
     axes.set(xlabel="parameters", ylabel="loss, nats per token")
     first, last = (math.log10(end) for end in axes.get_xlim())

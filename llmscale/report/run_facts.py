@@ -20,9 +20,12 @@ from llmscale.untrusted.documents import Rules, load_json, load_json_lines
 from llmscale.untrusted.terminal import make_visible_line
 
 #: Limits of entries per table and letters per entry: a file may have any number.
-_MOST_ENTRIES, _MOST_LETTERS = 400, 300
+_MOST_ENTRIES = 400
+_MOST_LETTERS = 300
 _RULES = Rules(ConfigError, not_finite=True)
 Table = dict[str, str]
+#: Facts of a "compilation" event (training/log_steps.py).
+_OF_COMPILATION = ("compile_s", "tokens_per_second", "eager_tokens_per_second", "pays_after_steps", "is_measured")
 
 
 @dataclass(frozen=True)
@@ -49,14 +52,12 @@ class RunFacts:
     """Settings by section, without control characters."""
 
 
-#: Facts of a "compilation" event (training/log_steps.py).
-_OF_COMPILATION = ("compile_s", "tokens_per_second", "eager_tokens_per_second", "pays_after_steps", "is_measured")
-
-
 def load_facts(run: Path, history: RunHistory) -> RunFacts:
     """Read everything except the metrics, which are in `history`."""
-    described, ds_config = _load(run / CONFIG_NAME), _load(run / DS_CONFIG_NAME)
-    config, resolved = _mapping(described.get("config")), _mapping(described.get("resolved"))
+    described = _load(run / CONFIG_NAME)
+    ds_config = _load(run / DS_CONFIG_NAME)
+    config = _mapping(described.get("config"))
+    resolved = _mapping(described.get("resolved"))
     manifest = load_run_manifest(run)
     start = (history.of_kind("event", "start") or [(0, {})])[-1][1]
     compiled = (history.of_kind("event", "compilation") or [(0, {})])[-1][1]
@@ -101,12 +102,18 @@ def given_flags(starts: Iterable[Record]) -> dict[str, str]:
     given: dict[str, str] = {}
     for start in starts:
         listed = start.get("arguments")
-        words = [word for word in listed if isinstance(word, str)] if isinstance(listed, list) else []
+        if isinstance(listed, list):
+            words = [word for word in listed if isinstance(word, str)]
+        else:
+            words = []
         for word, following in zip(words, [*words[1:], ""], strict=False):
             name, equals, value = word.partition("=")
             if name.startswith("--"):
                 key = name.removeprefix("--").replace("-", "_")
-                key = key if key in KEYS else key.removeprefix("no_")
+                if key in KEYS:
+                    key = key
+                else:
+                    key = key.removeprefix("no_")
                 given[key] = value if equals else following
     return given
 
@@ -151,16 +158,23 @@ def _ratios(
     if manifest is not None and manifest.chat is not None:
         return None, None
     recorded = as_number(start.get("bytes_per_token"))
-    ratio = manifest.bytes_per_target("train") if manifest else None
+    if manifest:
+        ratio = manifest.bytes_per_target("train")
+    else:
+        ratio = None
     ratio = ratio or (recorded if recorded > 0 else None)
-    of_validation = manifest.bytes_per_target("val") if manifest else None
+    if manifest:
+        of_validation = manifest.bytes_per_target("val")
+    else:
+        of_validation = None
     return ratio, of_validation or _measured_ratio(history) or ratio
 
 
 def _measured_ratio(history: RunHistory) -> float | None:
     """Compute bytes per token from a validation that recorded both units."""
     for _, record in history.of_kind("validation"):
-        loss, bits = as_number(record.get("loss")), as_number(record.get("bits_per_byte"))
+        loss = as_number(record.get("loss"))
+        bits = as_number(record.get("bits_per_byte"))
         if loss > 0 and bits > 0:
             return loss / math.log(2) / bits
     return None
@@ -188,7 +202,9 @@ def _table(values: Mapping[str, object]) -> Table:
 
 def _data_table(manifest: Manifest | None, data: object) -> Table:
     if manifest is None:
-        return {"set": f"{show(data)} (its manifest cannot be read from here)"} if isinstance(data, str) else {}
+        if isinstance(data, str):
+            return {"set": f"{show(data)} (its manifest cannot be read from here)"}
+        return {}
     table = {"set": show(data), "source": show(manifest.source), "tokenizer": show(manifest.tokenizer)}
     table |= {"vocabulary": f"{manifest.vocab_size:,} tokens", "sequence": f"{manifest.seq_len:,} tokens"}
     for name, split in manifest.splits.items():

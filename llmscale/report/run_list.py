@@ -87,8 +87,14 @@ class ListedRun:
 
     def publish(self) -> dict[str, object]:
         """Return JSON values for others, without folders and secrets of this machine."""
-        words = None if self.command is None else shlex.split(self.command)
-        command = None if words is None else shlex.join([words[0], *publish_words(words[1:])])
+        if self.command is None:
+            words = None
+        else:
+            words = shlex.split(self.command)
+        if words is None:
+            command = None
+        else:
+            command = shlex.join([words[0], *publish_words(words[1:])])
         return {**self.as_dict(), "run": last_part(shown(self.path)), "command": command}
 
 
@@ -142,7 +148,12 @@ def notify_of_end(config: RunConfig, status: int, error: str | None = None, **mo
         return
     run = read_run(config.run)
     facts = {key: value for key, value in run.publish().items() if key in ("step", "total_steps", "loss", "command")}
-    event = "failed" if status else "finished" if run.state == "finished" else "stopped"
+    if status:
+        event = "failed"
+    elif run.state == "finished":
+        event = "finished"
+    else:
+        event = "stopped"
     if status:
         why = f"the ranks ended with status {status}; their output says why"
         facts |= {"error": error or run.error or why, "exit_status": status}
@@ -199,7 +210,10 @@ def _total_steps(path: Path, problems: list[str]) -> int | None:
         problems.append(f"no {CONFIG_NAME}")
         return None
     resolved = description.get("resolved")
-    total = resolved.get("total_steps") if isinstance(resolved, dict) else None
+    if isinstance(resolved, dict):
+        total = resolved.get("total_steps")
+    else:
+        total = None
     return total if is_count(total) else None
 
 
@@ -216,13 +230,16 @@ def _load(path: Path, problems: list[str]) -> Mapping[str, object] | None:
 
 def _progress(path: Path, problems: list[str]) -> tuple[int | None, float | None, str]:
     """Return the last step and loss, and the last event, of metrics.jsonl."""
-    step, event, losses = None, "", dict[int, float | None]()
+    step = None
+    event = ""
+    losses = dict[int, float | None]()
     for record in _tail(path / METRICS_NAME, problems, _tells_progress):
         record_step = record.get("step")
         if not is_count(record_step):
             continue
         if record.get("kind") == "train":
-            step, losses[record_step] = record_step, _loss(record.get("loss"))
+            step = record_step
+            losses[record_step] = _loss(record.get("loss"))
         elif record.get("kind") == "event" and record.get("event") in ("start", "finished", "stopped"):
             event = str(record["event"])
             # A start from an earlier checkpoint discards later records.
@@ -234,7 +251,9 @@ def _progress(path: Path, problems: list[str]) -> tuple[int | None, float | None
 def _loss(value: object) -> float | None:
     """Return a loss, which metrics.jsonl has as null for NaN and infinity."""
     is_one = value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
-    return as_number(value) if is_one else None
+    if is_one:
+        return as_number(value)
+    return None
 
 
 def _tells_progress(records: list[dict[str, object]]) -> bool:

@@ -38,7 +38,10 @@ def plot_runs(path: Path, report: Mapping[str, object], format: str) -> None:
     figure, grid = pyplot.subplots(rows, 2, figsize=(12, 3.1 * rows + 0.4), layout="constrained", squeeze=False)
     cells: list[Axes] = list(grid.flat)
     for axes, chart in zip(cells, charts, strict=False):
-        unit = str(report["unit"]) if any(curve.get("bytes_per_token") for curve in chart["curves"]) else ""
+        if any(curve.get("bytes_per_token") for curve in chart["curves"]):
+            unit = str(report["unit"])
+        else:
+            unit = ""
         for curve in chart["curves"]:
             _draw(axes, curve, runs[curve["run"]], unit)
         is_first = axes is cells[0]
@@ -67,7 +70,10 @@ def plot_runs(path: Path, report: Mapping[str, object], format: str) -> None:
 def _draw(axes: Axes, curve: Json, run: Json, unit: str) -> None:
     number = curve["run"] if curve["colour"] is None else curve["colour"]
     steps = np.array(curve.get("steps", run["axis"]["steps"]), dtype=float)
-    factor = _bits_per_nat(curve.get("bytes_per_token")) if unit == "bits" else 1.0
+    if unit == "bits":
+        factor = _bits_per_nat(curve.get("bytes_per_token"))
+    else:
+        factor = 1.0
     values = np.array(curve["values"], dtype=float) * factor  # None becomes NaN
     style: dict[str, Any] = {"color": _COLOURS[number % 8], "label": _plain(curve["label"])}
     if curve.get("is_smoothed") and len(steps) >= 100:
@@ -81,7 +87,9 @@ def _draw(axes: Axes, curve: Json, run: Json, unit: str) -> None:
 
 def _bits_per_nat(bytes_per_token: float | None) -> float:
     """Return bits per byte of a nat per token; NaN, which draws nothing, if the ratio is unknown."""
-    return 1 / math.log(2) / bytes_per_token if bytes_per_token else math.nan
+    if bytes_per_token:
+        return 1 / math.log(2) / bytes_per_token
+    return math.nan
 
 
 def _draw_marks(axes: Axes, run: Json, colour: str, *, with_words: bool) -> None:
@@ -101,18 +109,25 @@ def _draw_marks(axes: Axes, run: Json, colour: str, *, with_words: bool) -> None
 
 def _smooth(steps: np.ndarray, values: np.ndarray, half_life: float) -> np.ndarray:
     """Smooth by means whose weights halve every `half_life` steps to either side; NaN values stay."""
-    sums, weights = np.zeros(len(values)), np.zeros(len(values))
+    sums = np.zeros(len(values))
+    weights = np.zeros(len(values))
     for order in (range(len(values)), range(len(values) - 1, -1, -1)):
         total = weight = 0.0
         last = None
         for index in order:
             if np.isnan(values[index]):
                 continue
-            decay = 1.0 if last is None else 2.0 ** (-abs(steps[index] - last) / half_life)
-            total, weight, last = total * decay, weight * decay, steps[index]
+            if last is None:
+                decay = 1.0
+            else:
+                decay = 2.0 ** (-abs(steps[index] - last) / half_life)
+            total = total * decay
+            weight = weight * decay
+            last = steps[index]
             sums[index] += total
             weights[index] += weight
-            total, weight = total + values[index], weight + 1
+            total = total + values[index]
+            weight = weight + 1
     return (sums + values) / (weights + 1)
 
 

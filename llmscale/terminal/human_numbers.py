@@ -27,7 +27,10 @@ def parse_number(text: str, *, with_suffix: bool = True) -> Decimal:
 
     Every flag and file is read so. Without suffix where a letter may mean a unit: `30m` are minutes to some.
     """
-    match = _NUMBER.fullmatch(text.strip()) if len(text) <= _LONGEST else None
+    if len(text) <= _LONGEST:
+        match = _NUMBER.fullmatch(text.strip())
+    else:
+        match = None
     if match is None or not any(map(str.isdecimal, match[1])) or (match[3] and not with_suffix):
         raise ValueError(text)
     digits = match[1].replace(",", "").replace("_", "")

@@ -18,14 +18,17 @@ def check_identity(saved: Mapping[str, object], now: Mapping[str, object], allow
     refused: list[str] = []
     warnings: list[str] = []
     for key, breaks in CHANGES_THAT_BREAK.items():
-        before, after = saved.get(key), now.get(key)
+        before = saved.get(key)
+        after = now.get(key)
         # A mixture's order follows from its datasets.
         is_mix = any(isinstance(order, Mapping) and "sets" in order for order in (before, after))
         if before == after or (key == "order" and is_mix and saved.get("data") != now.get("data")):
             continue
-        was, is_now = repr(_difference(before, after)), repr(_difference(after, before))
+        was = repr(_difference(before, after))
+        is_now = repr(_difference(after, before))
         if key == "data" and isinstance(saved.get("sets"), Mapping):
-            was, is_now = _show_sets(saved, now), _show_sets(now, saved)
+            was = _show_sets(saved, now)
+            is_now = _show_sets(now, saved)
             is_now += ", prepared again since" if was == is_now else ""
         change = f"{key} was {was} and is {is_now}"
         (warnings if key in allowed else refused).append(f"{change} ({breaks})")
@@ -44,7 +47,9 @@ def _show_sets(identity: Mapping[str, object], other: Mapping[str, object]) -> s
     if differ:
         return ", ".join(f"{f'{name} in ' if name else ''}{own[name].get('data')}" for name in differ)
     left_out = [name for name in others if name not in own]
-    return f"without {', '.join(left_out)}" if left_out else f"in the order {', '.join(own)}"
+    if left_out:
+        return f"without {', '.join(left_out)}"
+    return f"in the order {', '.join(own)}"
 
 
 def _difference(value: object, other: object) -> object:

@@ -53,6 +53,10 @@ from llmscale.untrusted.hub import forgotten_prefix, is_hub_name
 _MAX_PROFILED_STEPS = 50
 #: Default steps of --overfit-batch: a healthy model has memorised a batch by then.
 _OVERFIT_STEPS = 200
+#: Longest context that text is prepared for unless the user gives one.
+_LONGEST_FOR_TEXT = 2048
+#: Text of a run without --data and --text, which every machine has.
+DEMO_TEXT = "python-docs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +139,12 @@ def read_inputs(run: RunConfig | PreparedRun, arguments: Sequence[str] | None = 
     `arguments` are train.py's, if this process has others. Raises ConfigError, DataError or CheckpointError; writes
     nothing.
     """
-    run = run if isinstance(run, PreparedRun) else PreparedRun(run)
-    config, left_out = run.config, ""
+    if isinstance(run, PreparedRun):
+        run = run
+    else:
+        run = PreparedRun(run)
+    config = run.config
+    left_out = ""
     launches = repeating_launches(os.environ)
     if launches and repeats_last_start(fetch_run(config.run), launches, arguments):
         config, left_out = _without_used_flags(config)
@@ -180,7 +188,10 @@ def read_inputs(run: RunConfig | PreparedRun, arguments: Sequence[str] | None = 
         inputs = _with_base(inputs, source, place, run.published)
     if config.init_from is not None:
         # A damaged state says here what is wrong with it.
-        state = source.state if source else load_run_state(open_named("--init-from", config.init_from).path)
+        if source:
+            state = source.state
+        else:
+            state = load_run_state(open_named("--init-from", config.init_from).path)
         _check_same_tokenizer(inputs, state)
     return inputs
 
@@ -193,7 +204,9 @@ def _with_document_mask(config: RunConfig, sets: TrainingSets) -> RunConfig:
             f"{config.data} has one conversation a row, which may hold end-of-text tokens, so no document mask can be "
             "used with it. Leave out --document-mask."
         )
-    return config.model_copy(update={"document_mask": is_masked}) if is_masked else config
+    if is_masked:
+        return config.model_copy(update={"document_mask": is_masked})
+    return config
 
 
 def _without_place_of_base(config: RunConfig) -> tuple[RunConfig, str | None]:
@@ -217,7 +230,10 @@ def _with_base(inputs: Inputs, source: SavedRun, place: str | None, published: P
         if not is_published(place):
             return replace(inputs, base=open_base(place))
         is_read = published is not None and published.source == f"--init-from {place}"
-        model = published if published and is_read else read_published_model("--init-from", place, inputs.config)
+        if published and is_read:
+            model = published
+        else:
+            model = read_published_model("--init-from", place, inputs.config)
     except LlmscaleError as error:
         raise explain_missing(place, source.path, error) from None
     weights = find_published_weights(model, inputs.shape, inputs.sets.first)
@@ -230,13 +246,17 @@ def _without_used_flags(config: RunConfig) -> tuple[RunConfig, str]:
     --resume PATH, --init-from and --lora-from say where a launch begins: once it has checkpoints of its own, it
     continues from them.
     """
-    named = f"--init-from {config.init_from}" if config.init_from is not None else f"--resume {config.resume}"
+    if config.init_from is not None:
+        named = f"--init-from {config.init_from}"
+    else:
+        named = f"--resume {config.resume}"
     update: dict[str, object] = {"resume": "auto", "init_from": None}
     if config.lora_rank and config.init_from is not None:
         if config.lora_from is None:
             return config, ""
         # --init-from also names the base of the run's own checkpoints.
-        named, update = f"--lora-from {config.lora_from}", {"lora_from": None}
+        named = f"--lora-from {config.lora_from}"
+        update = {"lora_from": None}
     if named == "--resume auto" or not find_checkpoints(config.run).current:
         return config, ""
     return config.model_copy(update=update), named
@@ -249,12 +269,6 @@ def _check_settings(config: RunConfig, ds: DsConfig) -> None:
         parse_skip(steps)
     if config.profile is not None:
         parse_profiled(config.profile)
-
-
-#: Longest context that text is prepared for unless the user gives one.
-_LONGEST_FOR_TEXT = 2048
-#: Text of a run without --data and --text, which every machine has.
-DEMO_TEXT = "python-docs"
 
 
 def _with_demo(config: RunConfig) -> RunConfig:
@@ -283,13 +297,19 @@ def with_prepared_text(config: RunConfig, *, may_prepare: bool = True) -> Prepar
     _check_settings(with_ds_keys(config, ds), ds)
     check_output_folder("--run", config.run)
     flag, name = ("--init-from", config.init_from) if config.init_from else ("--model", config.model)
-    published = read_published_model(flag, name, config) if is_published(name) else None
+    if is_published(name):
+        published = read_published_model(flag, name, config)
+    else:
+        published = None
     if config.init_from and not (published or config.tokenizer):
         raise ConfigError(
             f"--init-from {config.init_from} needs text with its own tokens, and --text would train other ones. Name "
             "that run's tokenizer with --tokenizer."
         )
-    context = published.shape.seq_len if published else get_preset(config.model).seq_len
+    if published:
+        context = published.shape.seq_len
+    else:
+        context = get_preset(config.model).seq_len
     shaped, of_run = (config, None) if published else _shape_of_run(config)
     seq_len = config.seq_len or of_run or min(context, _LONGEST_FOR_TEXT)
     tokenizer = config.tokenizer or (name if published else None)
@@ -334,7 +354,8 @@ def fetch_runs(config: RunConfig) -> RunConfig:
     """
     if config.resume == BEST_NAME:
         config = config.model_copy(update={"resume": str(checkpoints_folder(config.run) / BEST_NAME)})
-    own, resumed = url_of(config.run), url_of(Path(config.resume))
+    own = url_of(config.run)
+    resumed = url_of(Path(config.resume))
     if own and resumed and f"{resumed}/".startswith(f"{own}/"):
         config = config.model_copy(update={"resume": str(copy_of(resumed, "train"))})
     for path in (config.run, *(Path(name) for name in (config.resume, config.init_from) if name)):
@@ -416,7 +437,9 @@ def _load_tasks(config: RunConfig) -> tuple[TaskFile, ...]:
 def _candidates(config: RunConfig) -> list[Checkpoint]:
     """Return the checkpoints that the run may begin with, newest first, not verified. Raises CheckpointError."""
     if config.init_from is None and config.resume in ("auto", "none"):
-        return find_checkpoints(config.run).current if config.resume == "auto" else []
+        if config.resume == "auto":
+            return find_checkpoints(config.run).current
+        return []
     flag, path = ("--init-from", config.init_from) if config.init_from else ("--resume", config.resume)
     return [open_named(flag, path)]
 
@@ -433,7 +456,8 @@ def open_named(flag: str, path: str, report: Callable[[str], None] = lambda line
 
 def _check_same_tokenizer(inputs: Inputs, state: RunState) -> None:
     """Raise DataError unless the other run's weights have the dataset's tokenizer, and its learned positions."""
-    manifest, is_rotary = inputs.sets.manifest, inputs.shape.positions == "rotary"
+    manifest = inputs.sets.manifest
+    is_rotary = inputs.shape.positions == "rotary"
     check_set_matches(
         manifest,
         inputs.config.data,

@@ -56,6 +56,9 @@ from llmscale.untrusted.terminal import print_visible
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
+#: Steps kept between two logged ones; of more, the oldest are not judged.
+_MAX_STEPS = 1024
+
 
 @dataclass(frozen=True)
 class Run:
@@ -183,7 +186,9 @@ class StepAction(ABC):
     """Something that happens after some steps, such as logging. Every rank calls every method at the same step."""
 
     def __init__(self, run: Run, engine: Engine, io: RunIO) -> None:
-        self._run, self._engine, self._io = run, engine, io
+        self._run = run
+        self._engine = engine
+        self._io = io
 
     def begin(self, step: int) -> None:  # noqa: B027  most need no beginning
         """Training begins after `step`."""
@@ -198,10 +203,6 @@ class StepAction(ABC):
 
     def close(self) -> None:  # noqa: B027  most need no end
         """The session ends, perhaps by an error on this rank alone: no collectives."""
-
-
-#: Steps kept between two logged ones; of more, the oldest are not judged.
-_MAX_STEPS = 1024
 
 
 class RankTimes(NamedTuple):
@@ -256,13 +257,15 @@ class RecentSteps:
 
         `step` is the newest step; `extra` are further scalars to average. Collective. Synchronises with the device.
         """
-        ranks, num_steps = self._world.world_size, len(self.losses)
+        ranks = self._world.world_size
+        num_steps = len(self.losses)
         means = torch.stack([*self.losses, *extra]).float() / ranks
         timings = torch.zeros(ranks, len(times))
         timings[self._world.rank] = torch.tensor(times)  # the other rows are the other ranks'
         packed = torch.cat((means, timings.flatten().to(means.device)))
         dist.all_reduce(packed)
-        values, norms = packed[: len(means)].tolist(), _as_floats(self.norms)
+        values = packed[: len(means)].tolist()
+        norms = _as_floats(self.norms)
         first = step - num_steps + 1
         self.window = LoggedWindow(
             tuple(RecentStep(first + i, values[i], norms[i]) for i in range(num_steps)),
@@ -296,7 +299,8 @@ def report_on_main(world: World, announcer: StatusLine) -> Callable[[str], None]
 
 def announce(run: Run, io: RunIO) -> None:
     """Print what is about to be trained, and what changed since the checkpoint; detail every choice of the start."""
-    ds, resolved = run.resolved.ds, run.resolved
+    ds = run.resolved.ds
+    resolved = run.resolved
     of_groups = hpz_warnings(ds.zero_hpz_partition_size, run.world.ranks_per_node)
     of_keys = (warn_of_learning_rate(run.config, resolved.schedule), warn_of_router(resolved.shape))
     for warning in (*ds.warnings, *ds.batch_notices(resolved.plan), *of_groups, *filter(None, of_keys)):
@@ -316,9 +320,17 @@ def announce(run: Run, io: RunIO) -> None:
 
 def _summary(run: Run) -> Iterator[str]:
     """Yield what is trained, on which data, for how long, and where it is written."""
-    config, resolved, world, sets = run.config, run.resolved, run.world, run.start.sets
-    steps, plan, tokens = resolved.total_steps, resolved.plan, run.tokens_seen(resolved.total_steps)
-    reshaped = None if is_published(config.model) else describe_preset(config.model, resolved.shape)
+    config = run.config
+    resolved = run.resolved
+    world = run.world
+    sets = run.start.sets
+    steps = resolved.total_steps
+    plan = resolved.plan
+    tokens = run.tokens_seen(resolved.total_steps)
+    if is_published(config.model):
+        reshaped = None
+    else:
+        reshaped = describe_preset(config.model, resolved.shape)
     size = reshaped or f"{config.model}, {describe_parameters(resolved.shape)}"
     yield (
         f"model: {size}; ZeRO stage {resolved.zero_stage}, {resolved.precision}, "
@@ -339,7 +351,8 @@ def _summary(run: Run) -> Iterator[str]:
 
 
 def _model_lines(run: Run) -> Iterator[str]:
-    shape, tensors = run.resolved.shape, run.resolved.tensors
+    shape = run.resolved.shape
+    tensors = run.resolved.tensors
     yield (
         f"shape: {shape.n_layer} layers, {shape.n_head} heads, width {shape.n_embd}, context {shape.seq_len}, "
         f"{describe_parameters(shape)}, {shape.flops_per_token:.3e} FLOPs per token"
@@ -357,7 +370,10 @@ def _model_lines(run: Run) -> Iterator[str]:
 
 
 def _engine_lines(run: Run) -> Iterator[str]:
-    world, resolved, shape, ranks = run.world, run.resolved, run.resolved.shape, run.resolved.plan.ranks
+    world = run.world
+    resolved = run.resolved
+    shape = run.resolved.shape
+    ranks = run.resolved.plan.ranks
     yield (
         f"engine: activation checkpointing {resolved.checkpointing}, {world.world_size} ranks on "
         f"{len(world.ranks_per_node)} nodes"
@@ -376,11 +392,14 @@ def _engine_lines(run: Run) -> Iterator[str]:
 
 
 def _batch_lines(run: Run) -> Iterator[str]:
-    config, resolved, plan = run.config, run.resolved, run.resolved.plan
+    config = run.config
+    resolved = run.resolved
+    plan = run.resolved.plan
     yield "; ".join([f"batch: {plan.describe()}", *describe_batch(config, resolved.ds)])
     cheaper = plan.with_fewest_fillers()
     if cheaper is not None:
-        size, share = cheaper.micro_batch_size, cheaper.filler_share
+        size = cheaper.micro_batch_size
+        share = cheaper.filler_share
         yield f"       --micro-batch-size {size} needs the fewest fillers: {share:.0%} more work than the batch itself"
     yield f"gradients: {describe_gradients(plan, resolved.ds_config)}"
     clipping = cast("float", resolved.ds_config["gradient_clipping"])
@@ -392,8 +411,10 @@ def _batch_lines(run: Run) -> Iterator[str]:
 
 
 def _data_lines(run: Run) -> Iterator[str]:
-    start, config = run.start, run.config
-    manifest, num_samples = start.sets.manifest, start.sets.num_train_samples
+    start = run.start
+    config = run.config
+    manifest = start.sets.manifest
+    num_samples = start.sets.num_train_samples
     yield (
         f"samples: {start.sets.name}, {num_samples:,} of {manifest.seq_len} tokens ({manifest.tokenizer}), "
         f"{num_samples / run.resolved.plan.global_batch_size:,.1f} steps per epoch"
@@ -412,10 +433,12 @@ def _data_lines(run: Run) -> Iterator[str]:
 
 def _mix_lines(run: Run) -> Iterator[str]:
     """Yield the samples and epochs of each dataset of a mixture, and its share in each stage."""
-    sets, stream = run.start.sets, run.stream
+    sets = run.start.sets
+    stream = run.stream
     if stream.mix is None:
         return
-    counts, stages = stream.samples_by_set(stream.samples_after(run.resolved.total_steps)), stream.mix.stages
+    counts = stream.samples_by_set(stream.samples_after(run.resolved.total_steps))
+    stages = stream.mix.stages
     width = max(map(len, sets.names))
     for place, (name, location) in enumerate(zip(sets.names, sets.locations, strict=True)):
         size = location.manifest.splits["train"].num_samples
@@ -430,7 +453,10 @@ def _mix_lines(run: Run) -> Iterator[str]:
 
 
 def _skip_lines(run: Run) -> Iterator[str]:
-    repeated = {skip.steps for skip in saved_skips(run.state.identity)} if run.state else set[str]()
+    if run.state:
+        repeated = {skip.steps for skip in saved_skips(run.state.identity)}
+    else:
+        repeated = set[str]()
     repeated &= {f"{first}:{behind}" for first, behind in map(parse_skip, run.config.skip_steps)}
     for skip in run.stream.skips:
         line = f"left out: steps {skip.steps} of --skip-steps, samples {skip.begin:,} to {skip.end - 1:,} of the stream"
@@ -469,6 +495,12 @@ def _checkpoints(config: RunConfig) -> str:
     every = [f"{config.save_every:,} steps"] if config.save_every else []
     minutes = config.minutes_between_saves
     every += [f"{minutes:g} minutes"] if minutes else []
-    permanent = f", those of every {config.keep_every:,} steps permanently" if config.keep_every else ""
-    ends = f"every {' or '.join(every)} and at the end" if every else "at the end"
+    if config.keep_every:
+        permanent = f", those of every {config.keep_every:,} steps permanently"
+    else:
+        permanent = ""
+    if every:
+        ends = f"every {' or '.join(every)} and at the end"
+    else:
+        ends = "at the end"
     return f"checkpoints {ends}, the last {config.keep_last} kept{permanent}"

@@ -51,6 +51,37 @@ if TYPE_CHECKING:
 
     from llmscale.config.resolve import ResolvedStep
 
+#: In the first seconds of a start, a step is logged that would end longer than this after the last logged one.
+_EARLY_S = 300.0
+_LINE_S = 10.0
+#: Step of this start after which its pace is known, or its second if steps take longer than this.
+_PACE_STEP = 3
+_SLOW_S = 5.0
+#: Steps that are compared with eager ones: compiled blocks save little of each.
+_COMPILED_STEPS = 20
+#: Seconds from which the length of a run is worth a line, and from which another key is.
+_SHORT_S = 60.0
+_LONG_S = 600.0
+#: Gain of compiled blocks that a break-even is given for where the run has no eager steps: torchtitan's.
+_USUAL_GAIN = 1 / 7
+#: A router has collapsed when an expert is unused, or gets nearly all tokens, for this number of steps and of readings.
+PATIENCE_STEPS = 100
+MIN_READINGS = 5
+NEARLY_ALL = 0.95
+#: Loads relative to the mean: an expert is unused below the first; one with nearly all tokens has at least the second.
+_UNUSED = 1e-3
+_OVERLOADED = 1.5
+#: Tokens per expert and step below which an expert may have none by chance.
+_MIN_TOKENS = 10
+#: Factor between the steps whose loads are recorded expert by expert: a table may have 10,000 numbers.
+_TABLE_GROWTH = 1.25
+#: Experts and blocks that a warning names.
+_MAX_NAMES = 4
+#: Readings in the median that is judged: a rank is slow if most of them are.
+READINGS = 8
+#: Ratio from which a rank is slow.
+SLOW_RATIO = 1.25
+
 
 def read_gpu(device: torch.device) -> dict[str, float]:
     """Return the state of a GPU within milliseconds, by NVML through torch: fields of StepMetrics.
@@ -70,10 +101,6 @@ def read_gpu(device: torch.device) -> dict[str, float]:
             with suppress(Exception):
                 readings[name] = query(device) / per_unit
     return readings
-
-
-#: In the first seconds of a start, a step is logged that would end longer than this after the last logged one.
-_EARLY_S, _LINE_S = 300.0, 10.0
 
 
 class LogSteps(StepAction):
@@ -112,7 +139,8 @@ class LogSteps(StepAction):
 
     def due_by_clock(self) -> bool:
         """Return on rank 0 whether to log the next step, if it takes as long as the last. Call it once a step."""
-        now, before = time.monotonic(), self._boundary_s
+        now = time.monotonic()
+        before = self._boundary_s
         self._boundary_s = now
         is_late = 2 * now - before - self._last_line_s > _LINE_S
         return self._io.log is not None and now - self._began_s < _EARLY_S and is_late
@@ -122,12 +150,18 @@ class LogSteps(StepAction):
         self._added = step
 
     def run(self, result: StepResult) -> None:
-        run, io = self._run, self._io
+        run = self._run
+        io = self._io
         self._last_line_s = time.monotonic()
-        z_squared, before = self._engine.deepspeed.module.head.z_squared, result.step - 1
+        z_squared = self._engine.deepspeed.module.head.z_squared
+        before = result.step - 1
         # The mean over this rank's micro-steps, weighted as the loss is.
-        means = [] if z_squared is None else [z_squared * run.loss_weight(before) / run.micro_steps(before)]
-        last, times = self._interval, RankTimes(0.0, 0.0, 0.0)
+        if z_squared is None:
+            means = []
+        else:
+            means = [z_squared * run.loss_weight(before) / run.micro_steps(before)]
+        last = self._interval
+        times = RankTimes(0.0, 0.0, 0.0)
         if last is not None:
             times = RankTimes(last.step_s, last.data_wait_s, self._probe.read())
         window = self._engine.recent.exchange(result.step, times, means)
@@ -155,14 +189,17 @@ class LogSteps(StepAction):
         norm: float | None,
         interval: StepTimes,
     ) -> StepMetrics:
-        run, resolved = self._run, self._run.resolved
+        run = self._run
+        resolved = self._run.resolved
         # A batch ramp changes the tokens of a step within an interval.
-        seen, begun = run.tokens_seen(step), min(self._logged, step - 1)
+        seen = run.tokens_seen(step)
+        begun = min(self._logged, step - 1)
         rate = (seen - run.tokens_seen(begun)) / (step - begun) / interval.step_s
         self._logged = step
         per_device = rate / run.world.world_size
         is_16bit = resolved.precision != "fp32"
-        shape, seq_len = resolved.shape, None
+        shape = resolved.shape
+        seq_len = None
         if resolved.plan.lengths is not None:
             seq_len = run.seq_len(step - 1)
             shape = replace(shape, seq_len=seq_len)
@@ -189,16 +226,6 @@ class LogSteps(StepAction):
             seq_len=seq_len,
             **read_gpu(run.world.device),
         )
-
-
-#: Step of this start after which its pace is known, or its second if steps take longer than this.
-_PACE_STEP, _SLOW_S = 3, 5.0
-#: Steps that are compared with eager ones: compiled blocks save little of each.
-_COMPILED_STEPS = 20
-#: Seconds from which the length of a run is worth a line, and from which another key is.
-_SHORT_S, _LONG_S = 60.0, 600.0
-#: Gain of compiled blocks that a break-even is given for where the run has no eager steps: torchtitan's.
-_USUAL_GAIN = 1 / 7
 
 
 class ReportPace(StepAction):
@@ -241,24 +268,36 @@ class ReportPace(StepAction):
         return tokens / (self._clock(result) - self._began)
 
     def _report_length(self, step: int, rate: float) -> None:
-        run, world = self._run, self._run.world
+        run = self._run
+        world = self._run.world
         left_s = (run.tokens_seen(run.resolved.total_steps) - run.tokens_seen(step)) / rate
         if left_s < _SHORT_S:
             return
-        devices = f"{world.world_size} x {world.device_name}" if world.world_size > 1 else world.device_name
-        shorter = "; --minutes N would end it in time, with a schedule of its own" if left_s > _LONG_S else ""
+        if world.world_size > 1:
+            devices = f"{world.world_size} x {world.device_name}"
+        else:
+            devices = world.device_name
+        if left_s > _LONG_S:
+            shorter = "; --minutes N would end it in time, with a schedule of its own"
+        else:
+            shorter = ""
         self._io.report(
             f"time: about {format_duration(left_s)} are left for {run.resolved.shape.num_parameters:,} parameters on "
             f"{devices} at {rate:,.0f} tokens/s{shorter}"
         )
 
     def _report_gain(self, step: int, rate: float) -> None:
-        run, compiler = self._run, self._engine.compiler
+        run = self._run
+        compiler = self._engine.compiler
         assert compiler is not None
-        step_s, compile_s = (run.tokens_seen(step) - run.tokens_seen(step - 1)) / rate, compiler.compile_s
+        step_s = (run.tokens_seen(step) - run.tokens_seen(step - 1)) / rate
+        compile_s = compiler.compile_s
         eager = _eager_rate(run)
         gain = _USUAL_GAIN if eager is None else rate / eager - 1
-        pays_after = math.ceil(compile_s / (step_s * gain)) if gain > 0 else None
+        if gain > 0:
+            pays_after = math.ceil(compile_s / (step_s * gain))
+        else:
+            pays_after = None
         if eager is None:
             words = f"no eager steps of this run to compare: a gain of {gain:.0%} pays after {pays_after:,} steps"
         elif pays_after is None:
@@ -290,7 +329,9 @@ def _eager_rate(run: Run) -> float | None:
             elif is_alike and record["kind"] == "train":
                 rates.append(record["tokens_per_second"])
     # The first step of a start allocates.
-    return median(rates[1:]) if len(rates) > 1 else None
+    if len(rates) > 1:
+        return median(rates[1:])
+    return None
 
 
 def per_source_loss(run: Run, result: StepResult, sequence_losses: Sequence[Tensor]) -> dict[str, float]:
@@ -314,7 +355,8 @@ def per_source_loss(run: Run, result: StepResult, sequence_losses: Sequence[Tens
 
 def _facts(run: Run) -> dict[str, object]:
     """Return the facts about this start that a report needs and the next start may change."""
-    resolved, sets = run.resolved, run.start.sets
+    resolved = run.resolved
+    sets = run.start.sets
     return {
         "startup_s": sum(run.startup_s.values()),
         "world_size": run.world.world_size,
@@ -330,23 +372,13 @@ def _facts(run: Run) -> dict[str, object]:
     }
 
 
-#: A router has collapsed when an expert is unused, or gets nearly all tokens, for this number of steps and of readings.
-PATIENCE_STEPS, MIN_READINGS, NEARLY_ALL = 100, 5, 0.95
-#: Loads relative to the mean: an expert is unused below the first; one with nearly all tokens has at least the second.
-_UNUSED, _OVERLOADED = 1e-3, 1.5
-#: Tokens per expert and step below which an expert may have none by chance.
-_MIN_TOKENS = 10
-#: Factor between the steps whose loads are recorded expert by expert: a table may have 10,000 numbers.
-_TABLE_GROWTH = 1.25
-#: Experts and blocks that a warning names.
-_MAX_NAMES = 4
-
-
 class RouterLog:
     """Reads `GPT.routing` at logged steps."""
 
     def __init__(self, run: Run, engine: Engine, io: RunIO) -> None:
-        self._run, self._engine, self._io = run, engine, io
+        self._run = run
+        self._engine = engine
+        self._io = io
         shape = run.resolved.shape
         self._blocks = [block for block in range(shape.n_layer) if shape.is_sparse(block)]
         self._detector = CollapseDetector(len(self._blocks), shape.num_experts)
@@ -361,9 +393,11 @@ class RouterLog:
         dist.all_reduce(routing)
         if self._io.log is None:
             return {}
-        shape, loss = self._run.resolved.shape, self._run.resolved.loss
+        shape = self._run.resolved.shape
+        loss = self._run.resolved.loss
         sums = routing.double().cpu().numpy()
-        loads, tokens = sums[:, : shape.num_experts], sums[0, : shape.num_experts].sum() / shape.experts_per_token
+        loads = sums[:, : shape.num_experts]
+        tokens = sums[0, : shape.num_experts].sum() / shape.experts_per_token
         relative = loads / loads.mean(1, keepdims=True)
         if step >= self._next_table or step == self._run.resolved.total_steps:
             self._next_table = step * _TABLE_GROWTH
@@ -386,9 +420,13 @@ class RouterLog:
         if collapse is None:
             return
         rows, experts, what, since = collapse
-        loss, shape = self._run.resolved.loss, self._run.resolved.shape
+        loss = self._run.resolved.loss
+        shape = self._run.resolved.shape
         blocks = [self._blocks[row] for row in rows]
-        others = f"; so have those of blocks {_listed(blocks[1:])}" if len(blocks) > 1 else ""
+        if len(blocks) > 1:
+            others = f"; so have those of blocks {_listed(blocks[1:])}"
+        else:
+            others = ""
         raised = f"balance_loss (now {loss.balance_loss:g})"
         if shape.router_bias:
             raised = f"router_bias_speed (now {loss.router_bias_speed:g})"
@@ -439,15 +477,14 @@ class CollapseDetector:
 
 
 def _listed(numbers: list[int]) -> str:
-    more = f" and {len(numbers) - _MAX_NAMES} more" if len(numbers) > _MAX_NAMES else ""
+    if len(numbers) > _MAX_NAMES:
+        more = f" and {len(numbers) - _MAX_NAMES} more"
+    else:
+        more = ""
     return f"{', '.join(map(str, numbers[:_MAX_NAMES]))}{more}"
 
 
 SlowPhase = Literal["data wait", "arithmetic"]
-#: Readings in the median that is judged: a rank is slow if most of them are.
-READINGS = 8
-#: Ratio from which a rank is slow.
-SLOW_RATIO = 1.25
 
 
 class ArithmeticProbe:
@@ -543,7 +580,9 @@ class WatchStragglers:
     """Reports each straggler once, with its host."""
 
     def __init__(self, world: World, log: MetricsLog | None, report: Callable[[str], None]) -> None:
-        self._world, self._log, self._report = world, log, report
+        self._world = world
+        self._log = log
+        self._report = report
         self._detector = StragglerDetector()
 
     def check(self, step: int, window: LoggedWindow) -> None:

@@ -42,16 +42,41 @@ if TYPE_CHECKING:
 
 
 #: Steps that a step is compared with, and the fewest of them.
-WINDOW, MIN_STEPS = 128, 20
+WINDOW = 128
+MIN_STEPS = 20
 #: Scores of a spike: of the loss alone, or of the loss and the gradient norm together. A norm alone does not count:
 #: clipping corrects it, and with small batches it happens every few hundred steps.
-LOSS_Z, BOTH_LOSS_Z, BOTH_NORM_Z = 8.0, 4.0, 8.0
+LOSS_Z = 8.0
+BOTH_LOSS_Z = 4.0
+BOTH_NORM_Z = 8.0
 #: Steps below BOTH_LOSS_Z after which another spike is reported.
 QUIET_STEPS = 10
-_LOSS_MIN_SHARE, _NORM_MIN_SHARE = 0.01, 0.1
+_LOSS_MIN_SHARE = 0.01
+_NORM_MIN_SHARE = 0.1
 _NORMAL_MAD = 1.4826
 #: The previous step made the weights that spiked: its batch is skipped too, and the checkpoint must be older.
 _STEPS_BEFORE = 1
+#: Consecutive bad steps that end a run. One bad batch costs one step, which DeepSpeed skips. Ten different batches in a
+#: row are not to blame.
+PATIENCE_STEPS = 10
+#: Parameters that an event lists, and that a line lists.
+_MAX_NAMES = 8
+_MAX_LINE_NAMES = 3
+#: Remembered changes of the loss scale.
+_MAX_CHANGES = 24
+#: A scale that is at most this, and has fallen by at least this factor, is about to reach its minimum, usually 1, where
+#: DeepSpeed gives up.
+_LOW_SCALE = 16.0
+_FALL = 16.0
+_ADVICE = {
+    "loss": "lower --lr, lengthen the warm-up, or look at the samples",
+    "gradients": "lower --lr, lengthen the warm-up, or look at the samples",
+    "loss scale": "lower --lr, or use --precision bf16, which has no scale",
+    # A scale that overflow does not lower, and one that waits out its hysteresis.
+    "static scale": "lower fp16.loss_scale in the ds_config, or remove it for a dynamic scale, or use --precision "
+    "bf16, which has none",
+    "hysteresis": "lower fp16.hysteresis in the ds_config, or use --precision bf16, which has no scale",
+}
 
 
 @dataclass(frozen=True)
@@ -80,15 +105,22 @@ class SpikeDetector:
         if not math.isfinite(loss):
             return None
         loss_z = robust_z(loss, self._losses, _LOSS_MIN_SHARE)
-        norm_z = None if grad_norm is None else robust_z(grad_norm, self._norms, _NORM_MIN_SHARE)
+        if grad_norm is None:
+            norm_z = None
+        else:
+            norm_z = robust_z(grad_norm, self._norms, _NORM_MIN_SHARE)
         self._losses.append(loss)
         if grad_norm is not None and math.isfinite(grad_norm):
             self._norms.append(grad_norm)
         if loss_z is None:
             return None
         if loss_z >= LOSS_Z or (loss_z >= BOTH_LOSS_Z and (norm_z or 0.0) >= BOTH_NORM_Z):
-            is_new, self._quiet, self.last_step = self._quiet >= QUIET_STEPS, 0, step
-            return Spike(step, loss, loss_z, grad_norm, norm_z) if is_new else None
+            is_new = self._quiet >= QUIET_STEPS
+            self._quiet = 0
+            self.last_step = step
+            if is_new:
+                return Spike(step, loss, loss_z, grad_norm, norm_z)
+            return None
         self._quiet = self._quiet + 1 if loss_z < BOTH_LOSS_Z else 0
         return None
 
@@ -118,7 +150,10 @@ class WatchSpikes:
     """Judges on rank 0 every step since the last logged one; the ranks vote on rollback before the next step."""
 
     def __init__(self, run: Run, io: RunIO, rollback: RollbackRequest, stop: StopRequest) -> None:
-        self._run, self._io, self._rollback, self._stop = run, io, rollback, stop
+        self._run = run
+        self._io = io
+        self._rollback = rollback
+        self._stop = stop
         self._detector = SpikeDetector()
 
     def check(self, step: int, window: LoggedWindow) -> None:
@@ -132,12 +167,20 @@ class WatchSpikes:
             self._rollback.rollback_from = (wanted[0], self._detector.last_step or wanted[1])
 
     def _report(self, spike: Spike) -> None:
-        run, io, config = self._run, self._io, self._run.config
+        run = self._run
+        io = self._io
+        config = self._run.config
         self._rollback.finish_saving()
         before = checkpoint_before(run, spike.step)
-        outcome = "no checkpoint is older" if before is None else _keep(before, spike.step)
+        if before is None:
+            outcome = "no checkpoint is older"
+        else:
+            outcome = _keep(before, spike.step)
         which = f"llmscale data which {shlex.quote(str(config.run))} --step {spike.step}"
-        norm = "" if spike.grad_norm is None else f", gradient norm {spike.grad_norm:.3g}{_sigmas(spike.grad_norm_z)}"
+        if spike.grad_norm is None:
+            norm = ""
+        else:
+            norm = f", gradient norm {spike.grad_norm:.3g}{_sigmas(spike.grad_norm_z)}"
         io.report(
             f"WARNING: step {spike.step}: the loss leaps to {spike.loss:.4f}{_sigmas(spike.loss_z)}{norm}; {outcome}. "
             f"After the next checkpoint, this shows its samples: {which}"
@@ -180,7 +223,8 @@ def steps_to_skip(run: Run, spike: tuple[int, int]) -> str:
 
     A range of the same name that was applied means other samples now, so this one skips a step more.
     """
-    first, behind = max(1, spike[0] - _STEPS_BEFORE), spike[1] + 1
+    first = max(1, spike[0] - _STEPS_BEFORE)
+    behind = spike[1] + 1
     known = {skip.steps for skip in run.stream.skips}
     while f"{first}:{behind}" in known:
         behind += 1
@@ -197,27 +241,6 @@ def rollback_advice(run: Run, before: Checkpoint | None, spike: tuple[int, int])
 
 def _sigmas(z: float | None) -> str:
     return "" if z is None else f" ({z:+.1f} sigma)"
-
-
-#: Consecutive bad steps that end a run. One bad batch costs one step, which DeepSpeed skips. Ten different batches in a
-#: row are not to blame.
-PATIENCE_STEPS = 10
-#: Parameters that an event lists, and that a line lists.
-_MAX_NAMES, _MAX_LINE_NAMES = 8, 3
-#: Remembered changes of the loss scale.
-_MAX_CHANGES = 24
-#: A scale that is at most this, and has fallen by at least this factor, is about to reach its minimum, usually 1, where
-#: DeepSpeed gives up.
-_LOW_SCALE, _FALL = 16.0, 16.0
-_ADVICE = {
-    "loss": "lower --lr, lengthen the warm-up, or look at the samples",
-    "gradients": "lower --lr, lengthen the warm-up, or look at the samples",
-    "loss scale": "lower --lr, or use --precision bf16, which has no scale",
-    # A scale that overflow does not lower, and one that waits out its hysteresis.
-    "static scale": "lower fp16.loss_scale in the ds_config, or remove it for a dynamic scale, or use --precision "
-    "bf16, which has none",
-    "hysteresis": "lower fp16.hysteresis in the ds_config, or use --precision bf16, which has no scale",
-}
 
 
 class StopOnNonfinite(StepAction):
@@ -248,7 +271,8 @@ class StopOnNonfinite(StepAction):
         return True
 
     def run(self, result: StepResult) -> None:
-        before, self._scale = self._scale, loss_scale(self._engine.deepspeed)
+        before = self._scale
+        self._scale = loss_scale(self._engine.deepspeed)
         # A skipped step that lowers fp16's scale belongs to the search for it; the smallest scale ends such a run.
         self._counter.add(result, skipped=result.was_skipped and self._scale == before)
         self._num_taken += not result.was_skipped
@@ -261,7 +285,8 @@ class StopOnNonfinite(StepAction):
 
     def _judge(self, result: StepResult) -> None:
         """Raise TrainingError after too many bad steps, or begin or end a search. Collective; equal on every rank."""
-        step, worst = result.step, self._counter.max_consecutive()
+        step = result.step
+        worst = self._counter.max_consecutive()
         is_last = step == self._run.resolved.total_steps
         if self._search is not None:
             search, cause, begun = self._search
@@ -287,7 +312,8 @@ class StopOnNonfinite(StepAction):
 
     def _find_cause(self, step: int, worst: int) -> tuple[str, int] | None:
         """Return what went wrong since the last call and the step where it began, or None."""
-        skipped, self._skipped = self._engine.skipped_steps - self._skipped, self._engine.skipped_steps
+        skipped = self._engine.skipped_steps - self._skipped
+        self._skipped = self._engine.skipped_steps
         bad = [known.step for known in self._engine.recent.window.steps if not math.isfinite(known.loss)]
         if self._judges_at(step) and bad:
             return "loss", bad[0]
@@ -317,8 +343,14 @@ class StopOnNonfinite(StepAction):
 
     def _report(self, cause: str, step: int, place: str, **facts: object) -> None:
         """Print and record a cause, the step where it began, and where, with what a search has found."""
-        scales = f"; {self._scales.describe()}" if self._scale is not None else ""
-        what = "the loss scale has collapsed" if cause == "loss scale" else f"{cause} NaN or infinite"
+        if self._scale is not None:
+            scales = f"; {self._scales.describe()}"
+        else:
+            scales = ""
+        if cause == "loss scale":
+            what = "the loss scale has collapsed"
+        else:
+            what = f"{cause} NaN or infinite"
         advice = self._advice(cause)
         self._io.report(f"WARNING: step {step}: {what}, {place}{scales}. Try: {advice}")
         of_search = {"parameters": [], "pass": None, "ranks": [], **facts}
@@ -424,7 +456,10 @@ class NonfiniteSearch:
 
 def _names_of_bad(noted: list[tuple[str, Tensor]]) -> list[str]:
     """Return the names whose flag is false, once each."""
-    flags = torch.stack([is_good for _, is_good in noted]).tolist() if noted else []
+    if noted:
+        flags = torch.stack([is_good for _, is_good in noted]).tolist()
+    else:
+        flags = []
     return list(dict.fromkeys(name for (name, _), is_good in zip(noted, flags, strict=True) if not is_good))
 
 

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
     from llmscale.training.live_view import LiveView
 
+TENSORBOARD_NAME = "tensorboard"
+#: Seconds until a logged value is in TensorBoard's file.
+_FLUSH_S = 10
+
 
 class MetricsLog:
     """Writes records to the run folder, the console and trackers; none of their failures ends training."""
@@ -45,7 +49,9 @@ class MetricsLog:
         view: LiveView | None = None,
     ) -> None:
         """`view` None prints a line per step."""
-        self._total_steps, self._trackers, self._view = total_steps, trackers, view
+        self._total_steps = total_steps
+        self._trackers = trackers
+        self._view = view
         # Unbuffered: a record survives whatever happens after its step.
         self._file = RecordLog(run_folder / METRICS_NAME, say)
 
@@ -79,7 +85,10 @@ class MetricsLog:
         `samples` describes how many sequences each dataset has.
         """
         by_set = dict(loss_by_set or {})
-        values = {"loss": loss} if bits_per_byte is None else {"loss": loss, "bits_per_byte": bits_per_byte}
+        if bits_per_byte is None:
+            values = {"loss": loss}
+        else:
+            values = {"loss": loss, "bits_per_byte": bits_per_byte}
         of_sets = {"loss_by_set": by_set} if by_set else {}
         self._write({"kind": "validation", "step": step, **values, "num_samples": num_samples, **of_sets})
         each = "".join(f" | {name} {value:.4f}" for name, value in by_set.items())
@@ -137,11 +146,6 @@ class MetricsLog:
         record["time"] = round(time.time(), 3)
         # JSON has no NaN and no infinity; a gradient norm is infinite whenever fp16 overflows.
         self._file.append(json.dumps(without_nan(record), allow_nan=False).encode() + b"\n")
-
-
-TENSORBOARD_NAME = "tensorboard"
-#: Seconds until a logged value is in TensorBoard's file.
-_FLUSH_S = 10
 
 
 @dataclass
@@ -272,7 +276,10 @@ def start_trackers(
     if config.tensorboard:
         started.append(start_tensorboard(config.run, first_step=first_step))
     if config.wandb:
-        given_project = config.wandb_project if "wandb_project" in config.model_fields_set else None
+        if "wandb_project" in config.model_fields_set:
+            given_project = config.wandb_project
+        else:
+            given_project = None
         run = start_wandb(
             config.run,
             project=given_project or os.environ.get("WANDB_PROJECT") or config.wandb_project,

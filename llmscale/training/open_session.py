@@ -59,6 +59,17 @@ from llmscale.training.watchdog import Heartbeat
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
+#: Share of --minutes in which steps are timed, and most seconds of it; and the share that is left for the last save.
+_TIMED_SHARE = 0.04
+_MOST_TIMED_S = 30.0
+_END_SHARE = 0.02
+#: Time of a sequence's validation relative to that of a training step: a forward pass.
+_VALIDATION_SHARE = 1 / 3
+#: Most timed steps.
+_MOST_TIMED = 50
+#: Learning rate, relative to the peak: no warm-up protects these steps, and Muon skips its work at 0.
+_LOW_RATE = 1e-3
+
 
 @dataclass
 class StartupClock:
@@ -143,7 +154,10 @@ def _open_engine(start: Start, world: World, clock: StartupClock) -> Engine:
         feed = open_data(start, world)
     with clock.phase("engine", f"building the engine, ZeRO stage {start.resolved.zero_stage}"):
         backend = start.compilation.backend
-        compiler = BlockCompiler(backend, start.config.compile_mode) if backend else None
+        if backend:
+            compiler = BlockCompiler(backend, start.config.compile_mode)
+        else:
+            compiler = None
         deepspeed = build_engine(start.config, start.resolved, compiler)
     return Engine(
         deepspeed=deepspeed,
@@ -154,16 +168,6 @@ def _open_engine(start: Start, world: World, clock: StartupClock) -> Engine:
         recent=RecentSteps(world),
         skipped_before=start.state.skipped_steps if start.state else 0,
     )
-
-
-#: Share of --minutes in which steps are timed, and most seconds of it; and the share that is left for the last save.
-_TIMED_SHARE, _MOST_TIMED_S, _END_SHARE = 0.04, 30.0, 0.02
-#: Time of a sequence's validation relative to that of a training step: a forward pass.
-_VALIDATION_SHARE = 1 / 3
-#: Most timed steps.
-_MOST_TIMED = 50
-#: Learning rate, relative to the peak: no warm-up protects these steps, and Muon skips its work at 0.
-_LOW_RATE = 1e-3
 
 
 def _with_timed_steps(
@@ -178,7 +182,9 @@ def _with_timed_steps(
 
     `validated`: sequences of a validation. Raises ConfigError if the schedule does not fit into the steps.
     """
-    config, plan, minutes = start.config, start.resolved.plan, start.config.minutes
+    config = start.config
+    plan = start.resolved.plan
+    minutes = start.config.minutes
     assert minutes is not None
     step_s, timed = _time_steps(start, engine, world, progress)
     left_s = on_main_rank(world.control, lambda: 60 * minutes * (1 - _END_SHARE) - (time.perf_counter() - began))
@@ -219,7 +225,8 @@ def _time_steps(start: Start, engine: Engine, world: World, progress: Callable[[
             torch.cuda.synchronize()
         progress()
 
-    resolved, deepspeed = start.resolved, engine.deepspeed
+    resolved = start.resolved
+    deepspeed = engine.deepspeed
     micro_batches = _made_up_tokens(start, world)
     with explain_smallest_scale(start.first_step), _undone(deepspeed, is_new=start.state is None):
         set_micro_steps(deepspeed, len(micro_batches))
@@ -228,7 +235,9 @@ def _time_steps(start: Start, engine: Engine, world: World, progress: Callable[[
             step()
             if deepspeed.was_step_applied():  # not skipped by fp16, whose scale was too large
                 break
-        began, seconds, count = time.perf_counter(), 0.0, 0
+        began = time.perf_counter()
+        seconds = 0.0
+        count = 0
         while count == 0 or (seconds < limit_s and count < _MOST_TIMED):
             step()
             count += 1
@@ -238,9 +247,11 @@ def _time_steps(start: Start, engine: Engine, world: World, progress: Callable[[
 
 def _made_up_tokens(start: Start, world: World) -> list[torch.Tensor]:
     """Return a rank's micro-batches of a step, each [micro_batch_size, T + 1], equal for ranks that divide them."""
-    plan, generator = start.resolved.plan, torch.Generator()
+    plan = start.resolved.plan
+    generator = torch.Generator()
     generator.manual_seed(plan.ranks.group_of(world.rank))
-    size, steps = (plan.micro_batch_size, plan.seq_len + 1), plan.gradient_accumulation_steps
+    size = (plan.micro_batch_size, plan.seq_len + 1)
+    steps = plan.gradient_accumulation_steps
     return [torch.randint(start.resolved.shape.vocab_size, size, generator=generator) for _ in range(steps)]
 
 
@@ -251,7 +262,8 @@ def _undone(engine: DeepSpeedEngine, *, is_new: bool) -> Iterator[None]:
     if is_new:
         reset_step_counts(engine)
     views = {key: view.local.to("cpu", copy=True) for key, view in state_views(engine, with_frozen=False).items()}
-    scalars, scaler = group_scalars(engine), get_scaler_state(engine)
+    scalars = group_scalars(engine)
+    scaler = get_scaler_state(engine)
     counts = engine.global_steps, engine.skipped_steps
     yield
     changed = state_views(engine, with_frozen=False)
@@ -277,10 +289,16 @@ def _open_io(
     world = run.world
     launches = sorted({name for names in gather(world.control, launch_names(os.environ)) for name in names})
     on_each_disk(world.control, world.disks, lambda: _describe(run.start, launches))
-    log = _open_log(run.start, meter, trackers, stop) if world.is_main else None
+    if world.is_main:
+        log = _open_log(run.start, meter, trackers, stop)
+    else:
+        log = None
     of_checkpoint = run.state.wandb_run_id if run.state else None
     wandb_run_id = next((tracker.run_id for tracker in trackers if tracker.run_id), of_checkpoint)
-    write = open_start_text(run.config.run) if world.is_main else None
+    if world.is_main:
+        write = open_start_text(run.config.run)
+    else:
+        write = None
 
     def detail(line: str) -> None:
         if write:
@@ -308,7 +326,10 @@ def _join_ranks(start: Start, clock: StartupClock, progress: Callable[[], object
     """Join ranks that were started alike, and complete the published weights on each of their disks. Collective."""
     with clock.phase("ranks", "joining the ranks"):
         world = join_world()
-        start = start if is_gpu() else _on_cpu(start, world, report_on_main(world, clock.announcer))
+        if is_gpu():
+            start = start
+        else:
+            start = _on_cpu(start, world, report_on_main(world, clock.announcer))
         allow_tf32(start.resolved.precision)
         on_all_ranks(world.control, lambda: check_device(start.resolved))
         check_ranks_agree(start, world)
@@ -321,11 +342,15 @@ def _join_ranks(start: Start, clock: StartupClock, progress: Callable[[], object
 
 def _on_cpu(start: Start, world: World, report: Callable[[str], None]) -> Start:
     """Return the start as these CPUs train it, and report a precision that is slow on them. Collective."""
-    has_bf16, wanted = on_main_rank(world.control, has_bf16_instructions), start.resolved.precision
+    has_bf16 = on_main_rank(world.control, has_bf16_instructions)
+    wanted = start.resolved.precision
     start = start.on_cpu(has_bf16=has_bf16)
     if not has_bf16 and wanted in ("bf16", "autocast"):
         is_asked = start.resolved.precision == wanted
-        chosen = f"WARNING: {wanted}, though it" if is_asked else "precision: fp32, because --precision bf16"
+        if is_asked:
+            chosen = f"WARNING: {wanted}, though it"
+        else:
+            chosen = "precision: fp32, because --precision bf16"
         report(f"{chosen} is slow on this CPU, which has no bf16 instructions")
     return start
 
@@ -350,7 +375,8 @@ def _describe(start: Start, launches: Sequence[str]) -> None:
     folder = start.config.run
     is_new = start.state is None or not (folder / CONFIG_NAME).exists()
     resolved = {**start.resolved.as_dict(), "dataset": start.sets.fingerprint}
-    config, ds_config = as_plain(start.config), start.resolved.ds_config
+    config = as_plain(start.config)
+    ds_config = start.resolved.ds_config
     save_run_description(folder, config, resolved, ds_config, is_new=is_new, launches=launches)
     keep(lambda: keep_sets(start.sets, folder), folder, "the tokenizer", is_new=is_new)
 
@@ -373,7 +399,8 @@ def _start_trackers(start: Start, world: World) -> tuple[Tracker, ...]:
 
 def _open_log(start: Start, meter: StepMeter, trackers: Sequence[Tracker], stop: StopRequest) -> MetricsLog:
     """Open the log with its view, which is closed however the process ends."""
-    resolved, ranks = start.resolved, start.resolved.plan.ranks.world_size
+    resolved = start.resolved
+    ranks = start.resolved.plan.ranks.world_size
     words = [start.config.run.name, start.config.model, f"ZeRO-{resolved.zero_stage}", resolved.precision]
     title = " · ".join([*words, f"{ranks} rank{'s' if ranks > 1 else ''}"])
     view = open_view(title, resolved.total_steps, meter, plain=start.config.plain, variables=os.environ)

@@ -62,7 +62,8 @@ from llmscale.errors import CheckpointError, LlmscaleError
 from llmscale.files.atomic_write import write_durably
 
 #: Seconds between two parts of the records, beside those with every checkpoint: at first, and after a day.
-_RECORDS_S, _LONGEST_S = 300.0, 900.0
+_RECORDS_S = 300.0
+_LONGEST_S = 900.0
 #: Seconds for which the end of training waits for the store.
 _END_S = 600.0
 #: Files up to this size are sent whole when they change; of longer ones that grow what was added.
@@ -84,7 +85,10 @@ class RecordUploads:
         `is_complete` if the disk has the records of all earlier starts.
         """
         self._is_complete = is_complete
-        self._run, self._epoch, self._rank, self._neighbours = run, epoch, rank, neighbours
+        self._run = run
+        self._epoch = epoch
+        self._rank = rank
+        self._neighbours = neighbours
         self._url = str(url_of(run))
         self._sent: dict[str, tuple[int, int]] = {}
         """Size and time of change of each file when its newest part was sent."""
@@ -116,7 +120,8 @@ class RecordUploads:
         for name in sorted(self._names()):
             with suppress(OSError), open(self._run / name, "rb") as file:
                 status = os.fstat(file.fileno())
-                size, state = status.st_size, (status.st_size, status.st_mtime_ns)
+                size = status.st_size
+                state = (status.st_size, status.st_mtime_ns)
                 num_sent, _ = before = sent.get(name, (size, 0))
                 if state == before:
                     continue
@@ -174,13 +179,20 @@ class RunPublisher:
     ) -> None:
         """`lease` is rank 0's, `records` those of the first rank of each disk. `on_lost` hears once that another
         trainer has taken the run over."""
-        self._run, self._world, self._lease, self._records, self._epoch = run, world, lease, records, epoch
-        self._report, self._on_lost = report, on_lost
+        self._run = run
+        self._world = world
+        self._lease = lease
+        self._records = records
+        self._epoch = epoch
+        self._report = report
+        self._on_lost = on_lost
         self._keep_every = keep_every
         self._url = str(url_of(run))
         self._aside = run / UPLOADS / f"rank-{world.rank:05d}"
         self._store = Store(self._url)
-        self._ending, self._closing, self._wake = threading.Event(), threading.Event(), threading.Event()
+        self._ending = threading.Event()
+        self._closing = threading.Event()
+        self._wake = threading.Event()
         self._saved: list[str] = []
         self._uploading = ""
         self._waiting: dict[str, None] = {}
@@ -308,7 +320,8 @@ class RunPublisher:
             problem = f"another trainer has taken {self._url} over."
             if self._lease and not self._closing.is_set():
                 self._on_lost(problem)
-            self._lease, self.problem = None, problem
+            self._lease = None
+            self.problem = problem
             return problem
         except (LlmscaleError, OSError) as error:
             self._tell(str(error))
@@ -403,7 +416,9 @@ class RunPublisher:
 
     def _upload_round(self, remote: str) -> list[tuple[str, int]]:
         """Upload this rank's files of a checkpoint; return each rank's problem and number of records. Collective."""
-        problem, count, self._uploading = "", 0, remote
+        problem = ""
+        count = 0
+        self._uploading = remote
         try:
             if not (self._aside / remote).is_dir():
                 raise CheckpointError(_REPLACED)
@@ -423,12 +438,14 @@ class RunPublisher:
             with suppress(OSError, LlmscaleError), self.dropping:
                 self._note(published)
             self._waiting.pop(published, None)  # None: a newer one has replaced it
-        remote, self._uploading = self._uploading, ""
+        remote = self._uploading
+        self._uploading = ""
         if remote not in self._waiting:
             shutil.rmtree(self._aside / remote, ignore_errors=True)
 
     def _note(self, published: str) -> None:
-        rank, folder = self._world.rank, checkpoints_folder(self._run)
+        rank = self._world.rank
+        folder = checkpoints_folder(self._run)
         checkpoint = folder / local_name(published)
         # Its name may belong to a newer one by now.
         is_same = os.path.samefile(checkpoint / MANIFEST_NAME, self._aside / published / MANIFEST_NAME)
@@ -476,7 +493,8 @@ def open_publisher(
             with suppress(LlmscaleError):
                 lease.release()
         raise
-    records, neighbours = None, world.disks.neighbours(world.rank)
+    records = None
+    neighbours = world.disks.neighbours(world.rank)
     if world.disks.mains[world.rank] == world.rank:
         records = RecordUploads(run, epoch, world.rank, neighbours, is_complete=is_complete)
     return RunPublisher(

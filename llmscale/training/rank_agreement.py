@@ -38,10 +38,16 @@ _VARIABLES = (
     "NCCL_ALGO",
     "NCCL_PROTO",
 )
-_DATA_SECTION, _ABSENT = "dataset", "absent"
+_DATA_SECTION = "dataset"
+_ABSENT = "absent"
 #: Parts of a difference that an error shows.
-_MAX_ITEMS, _MAX_VALUES, _MAX_RANGES, _MAX_HOSTS = 4, 3, 4, 2
-_MAX_VALUE_LENGTH, _HASH_LENGTH, _HASH_DIGITS = 60, 64, 12
+_MAX_ITEMS = 4
+_MAX_VALUES = 3
+_MAX_RANGES = 4
+_MAX_HOSTS = 2
+_MAX_VALUE_LENGTH = 60
+_HASH_LENGTH = 64
+_HASH_DIGITS = 12
 
 
 def check_ranks_agree(run: Start, world: World) -> None:
@@ -114,7 +120,9 @@ def _configuration(run: Start) -> dict[str, str]:
 
 
 def _text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, sort_keys=True, default=str)
 
 
 #: Values of a rank by section and key.
@@ -142,7 +150,10 @@ def describe_differences(
         by_section.setdefault(section, []).append(f"{key} is {_describe_values(by_value, hosts)}")
     parts = []
     for section, items in by_section.items():
-        more = f"; {len(items) - _MAX_ITEMS} more of its keys differ" if len(items) > _MAX_ITEMS else ""
+        if len(items) > _MAX_ITEMS:
+            more = f"; {len(items) - _MAX_ITEMS} more of its keys differ"
+        else:
+            more = ""
         parts.append(f"{section}: {'; '.join(items[:_MAX_ITEMS])}{more}")
     kind = DataError if [*by_section] == [_DATA_SECTION] else ConfigError
     return kind(
@@ -165,14 +176,23 @@ def _describe_values(by_value: Mapping[str, list[int]], hosts: Sequence[str]) ->
     for text, ranks in list(by_value.items())[:_MAX_VALUES]:
         if len(text) > _MAX_VALUE_LENGTH:
             is_hash = len(text) == _HASH_LENGTH and text.isalnum()
-            text = text[:_HASH_DIGITS] if is_hash else f"{text[: _MAX_VALUE_LENGTH - 3]}..."
+            if is_hash:
+                text = text[:_HASH_DIGITS]
+            else:
+                text = f"{text[: _MAX_VALUE_LENGTH - 3]}..."
         word = f"{text} on {describe_ranks(ranks)}"
         if words and len(set(hosts)) > 1:
             names = list(dict.fromkeys(hosts[rank] for rank in ranks))
-            more = f" and {len(names) - _MAX_HOSTS} more" if len(names) > _MAX_HOSTS else ""
+            if len(names) > _MAX_HOSTS:
+                more = f" and {len(names) - _MAX_HOSTS} more"
+            else:
+                more = ""
             word += f" (host {', '.join(names[:_MAX_HOSTS])}{more})"
         words.append(word)
-    more = f" and {len(by_value) - _MAX_VALUES} other values elsewhere" if len(by_value) > _MAX_VALUES else ""
+    if len(by_value) > _MAX_VALUES:
+        more = f" and {len(by_value) - _MAX_VALUES} other values elsewhere"
+    else:
+        more = ""
     return ", ".join(words) + more
 
 

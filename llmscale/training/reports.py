@@ -53,6 +53,21 @@ if TYPE_CHECKING:
 _COMPARED_STEPS = 2
 #: Steps of this start after which memory is measured: DeepSpeed allocates more after the first.
 _MEASURED_STEP = 2
+#: Copies of an element: weight as used, and before and after the step with gradient and two states each.
+_COPIES = 8
+#: Elements of matrices that Muon's step is checked for: fp64 orthogonalises a few million in seconds.
+_MATRIX_ELEMENTS = 2**22
+#: Share of H at or below which a batch counts as learned, and the loss that suffices for repetitive text.
+_LEARNED_SHARE = 0.5
+_LEARNED_LOSS = 0.1
+#: Relative fall below which a loss counts as unchanged.
+_UNCHANGED = 0.02
+_SAMPLING = SamplingSettings(max_new_tokens=48, temperature=0.8, top_k=50, top_p=None)
+_FOLDER = "profile"
+#: Operations in the table, those with most time of their own first.
+_NUM_ROWS = 50
+#: Widest name in the table, in characters; the names of kernels are much longer.
+_NAME_WIDTH = 80
 
 
 class ReportStartup(StepAction):
@@ -68,12 +83,6 @@ class ReportStartup(StepAction):
         seconds = {**self._run.startup_s, "first step": time.perf_counter() - self._began}
         phases = " + ".join(f"{name} {taken:.1f}" for name, taken in seconds.items())
         self._io.detail(f"start-up: {phases} = {sum(seconds.values()):.1f} s")
-
-
-#: Copies of an element: weight as used, and before and after the step with gradient and two states each.
-_COPIES = 8
-#: Elements of matrices that Muon's step is checked for: fp64 orthogonalises a few million in seconds.
-_MATRIX_ELEMENTS = 2**22
 
 
 class CheckNumerics(StepAction):
@@ -119,7 +128,8 @@ class CheckNumerics(StepAction):
             probe.reset()
             return
         with self._engine.meter.pause("profiling"):
-            step, engine = result.step - 1, self._engine.deepspeed
+            step = result.step - 1
+            engine = self._engine.deepspeed
             means = MeanGradients(self._watched, probe)
             lr = self._run.resolved.schedule.learning_rate(step)
             self._findings += self._judge.judge(step, lr, gradient_norm(engine), means.of)
@@ -152,7 +162,8 @@ class CheckNumerics(StepAction):
 
 def _first_matrices(elements: Mapping[str, int], strides: Mapping[str, int]) -> frozenset[str]:
     """Return the first parameters that are copied completely, as many as are checked in seconds."""
-    names, total = [], 0
+    names = []
+    total = 0
     for name, count in elements.items():
         if strides[name] == 1 and total + count <= _MATRIX_ELEMENTS:
             names.append(name)
@@ -167,7 +178,9 @@ class ReportCompilation(StepAction):
         return step == self._run.first_step + 1
 
     def run(self, result: StepResult) -> None:
-        report, compiler, rank = self._io.report, self._engine.compiler, self._run.world.rank
+        report = self._io.report
+        compiler = self._engine.compiler
+        rank = self._run.world.rank
         assert compiler is not None
         failures = gather(self._run.world.control, compiler.failure)
         failed = [rank for rank, failure in enumerate(failures) if failure is not None]
@@ -193,18 +206,13 @@ class ReportMemory(StepAction):
         return step == self._run.first_step + _MEASURED_STEP
 
     def run(self, result: StepResult) -> None:
-        measured, estimate = measured_memory(), self._run.estimate
+        measured = measured_memory()
+        estimate = self._run.estimate
         if measured is None:
             return
         self._io.detail(measured_line(estimate, measured))
         estimated = estimate.allocated_bytes
         self._io.log_event("memory", step=result.step, estimated_bytes=estimated, **asdict(measured))
-
-
-#: Share of H at or below which a batch counts as learned, and the loss that suffices for repetitive text.
-_LEARNED_SHARE, _LEARNED_LOSS = 0.5, 0.1
-#: Relative fall below which a loss counts as unchanged.
-_UNCHANGED = 0.02
 
 
 class JudgeOverfit(StepAction):
@@ -215,16 +223,19 @@ class JudgeOverfit(StepAction):
 
     def run(self, result: StepResult) -> None:
         """Read the loss of all ranks, and judge the last one. Collective. Synchronises with the device."""
-        run, control = self._run, self._run.world.control
+        run = self._run
+        control = self._run.world.control
         loss = float(np.mean(gather(control, float(result.loss))))
         if result.step == 1:
             size = run.resolved.shape.padded_vocab_size
             batches = [batch.target_ids().numpy() for batch in result.micro_batches if not batch.is_filler]
             counts = np.bincount(np.concatenate([np.empty(0, np.int64), *batches]), minlength=size)
-            self._first_loss, self._entropy = loss, entropy(np.sum(gather(control, counts), axis=0))
+            self._first_loss = loss
+            self._entropy = entropy(np.sum(gather(control, counts), axis=0))
         if result.step == run.resolved.total_steps:
             has_learned, why = judge_overfit(self._first_loss, loss, self._entropy)
-            samples, steps = run.resolved.plan.global_batch_size, count_nouns(result.step, "step")
+            samples = run.resolved.plan.global_batch_size
+            steps = count_nouns(result.step, "step")
             verdict = f"{'learned' if has_learned else 'did not learn'}: the loss of the same {samples:,} samples {why}"
             self._io.report(f"{verdict} ({steps}, --lr {run.resolved.schedule.lr:g})")
             self._io.log_event("overfit", step=result.step, has_learned=has_learned, reason=why)
@@ -254,9 +265,6 @@ def judge_overfit(first: float, last: float, context_free: float) -> tuple[bool,
     )
 
 
-_SAMPLING = SamplingSettings(max_new_tokens=48, temperature=0.8, top_k=50, top_p=None)
-
-
 class Validate(StepAction):
     """Measures the validation loss every --val-every steps and after the last one."""
 
@@ -277,7 +285,10 @@ class Validate(StepAction):
         total = sum(num_samples for _, num_samples in losses)
         mean = sum(loss * num_samples for loss, num_samples in losses) / total
         samples = f"{total} of {self._run.start.sets.fingerprint}"
-        self._newest = (result.step, Validation(mean, samples)) if math.isfinite(mean) else None
+        if math.isfinite(mean):
+            self._newest = (result.step, Validation(mean, samples))
+        else:
+            self._newest = None
         if self._io.log:
             splits = self._run.validation
             by_set = {split.name: loss for split, (loss, _) in zip(splits, losses, strict=True) if split.name}
@@ -289,7 +300,8 @@ class Validate(StepAction):
         return self._newest[1] if self._newest and self._newest[0] == step else None
 
     def _read(self, split: ValidationSplit) -> list[ValidationBatch]:
-        layout, micro_batch_size = self._engine.feed.plan.layout, self._run.resolved.plan.micro_batch_size
+        layout = self._engine.feed.plan.layout
+        micro_batch_size = self._run.resolved.plan.micro_batch_size
         return list(validation_batches(split.shards, layout, micro_batch_size, split.num_samples))
 
 
@@ -333,7 +345,8 @@ class EvaluateTasks(StepAction):
                 self._io.log.log_evaluation(result.step, task.file.name, values, len(task.file.items))
 
     def _encode(self, files: Sequence[TaskFile]) -> list[EncodedTask]:
-        location, seq_len = self._run.start.sets.first, self._run.resolved.shape.seq_len
+        location = self._run.start.sets.first
+        seq_len = self._run.resolved.shape.seq_len
         tokenizer = load_set_tokenizer(location.folder, location.manifest)
         return [encode_task(file, tokenizer, seq_len) for file in files]
 
@@ -342,8 +355,10 @@ class EvaluateTasks(StepAction):
 
         A rank without a batch left scores one that does not count: ZeRO-3 gathers weights in every forward pass.
         """
-        plan, world = self._run.resolved.plan, self._run.world
-        group, num_groups = plan.ranks.group_of(world.rank), plan.ranks.data_parallel_size
+        plan = self._run.resolved.plan
+        world = self._run.world
+        group = plan.ranks.group_of(world.rank)
+        num_groups = plan.ranks.data_parallel_size
         max_tokens = plan.micro_batch_size * plan.seq_len
         batches = batches_by_length(rows, max_tokens, max_tokens)
         mine: list[tuple[int, RowScore]] = []
@@ -361,7 +376,9 @@ class EvaluateTasks(StepAction):
     def _forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         scores: Tensor = self._engine.deepspeed(tokens, targets, each_token=True)
         split = self._engine.deepspeed.module.split
-        return scores if split is None else split.gather_scores(scores, targets.shape[1])
+        if split is None:
+            return scores
+        return split.gather_scores(scores, targets.shape[1])
 
 
 class SampleText(StepAction):
@@ -379,13 +396,15 @@ class SampleText(StepAction):
         )
 
     def due(self, step: int) -> bool:
-        config, total_steps = self._run.config, self._run.resolved.total_steps
+        config = self._run.config
+        total_steps = self._run.resolved.total_steps
         if config.eval_every and step == total_steps:
             return True
         return any(every and step % every == 0 for every in (config.sample_every, config.eval_every))
 
     def run(self, result: StepResult) -> None:
-        run, prompts = self._run, self._run.start.prompts
+        run = self._run
+        prompts = self._run.start.prompts
         # The model would not see more than its context.
         tokens_of = [encode_prompt(self._tokenizer, prompt)[-run.resolved.shape.seq_len :] for prompt in prompts]
         texts = [""] * len(prompts)
@@ -405,13 +424,6 @@ class SampleText(StepAction):
                 self._io.log.log_sample(result.step, prompt, prompt + text)
 
 
-_FOLDER = "profile"
-#: Operations in the table, those with most time of their own first.
-_NUM_ROWS = 50
-#: Widest name in the table, in characters; the names of kernels are much longer.
-_NAME_WIDTH = 80
-
-
 class ProfileSteps(StepAction):
     """Profiles from the end of step A-1 to the end of step B-1, including logging, saving and validation.
 
@@ -421,9 +433,11 @@ class ProfileSteps(StepAction):
     def __init__(self, run: Run, engine: Engine, io: RunIO, *, is_rollback: bool) -> None:
         """`is_rollback`: an earlier action of this start has profiled, or has reported that nothing is."""
         super().__init__(run, engine, io)
-        self._steps, self._is_rollback = str(run.config.profile), is_rollback
+        self._steps = str(run.config.profile)
+        self._is_rollback = is_rollback
         first, behind = parse_profiled(self._steps)
-        self._before, self._last = first - 1, min(behind - 1, run.resolved.total_steps)
+        self._before = first - 1
+        self._last = min(behind - 1, run.resolved.total_steps)
         self._profiler: profile | None = None
         self._whole = record_function("profiled steps")
         self._phase: record_function | None = None
@@ -458,7 +472,10 @@ class ProfileSteps(StepAction):
         if not self._run.world.is_main:
             return
         with self._engine.meter.pause("profiling"):
-            on_gpu = [ProfilerActivity.CUDA] if self._run.world.device.type == "cuda" else []
+            if self._run.world.device.type == "cuda":
+                on_gpu = [ProfilerActivity.CUDA]
+            else:
+                on_gpu = []
             self._profiler = profile(activities=[ProfilerActivity.CPU, *on_gpu])
             self._profiler.start()
             _synchronise()
@@ -472,7 +489,8 @@ class ProfileSteps(StepAction):
         self._phase.__enter__()
 
     def _finish(self) -> None:
-        profiler, meter = self._profiler, self._engine.meter
+        profiler = self._profiler
+        meter = self._engine.meter
         assert profiler is not None
         _synchronise()
         meter.phases.listener = None
@@ -489,15 +507,20 @@ class ProfileSteps(StepAction):
                 self._io.report(f"WARNING: --profile {self._steps}: nothing is written: {error}. Training continues")
 
     def _write(self, profiler: profile) -> None:
-        io, folder = self._io, self._run.config.run / _FOLDER
+        io = self._io
+        folder = self._run.config.run / _FOLDER
         name = f"steps-{self._before + 1}-to-{self._last}"
-        trace, table = folder / f"{name}.trace.json", folder / f"{name}.table.txt"
+        trace = folder / f"{name}.trace.json"
+        table = folder / f"{name}.table.txt"
         folder.mkdir(exist_ok=True)
         partial = trace.with_name(f".{trace.name}.partial")
         partial.unlink(missing_ok=True)  # a link here would redirect the write
         profiler.export_chrome_trace(str(partial))
         partial.replace(trace)
-        column = "self_device_time_total" if self._run.world.device.type == "cuda" else "self_cpu_time_total"
+        if self._run.world.device.type == "cuda":
+            column = "self_device_time_total"
+        else:
+            column = "self_cpu_time_total"
         rows = profiler.key_averages()
         write_durably(table, rows.table(sort_by=column, row_limit=_NUM_ROWS, max_name_column_width=_NAME_WIDTH))
         io.report(

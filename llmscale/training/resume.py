@@ -48,20 +48,27 @@ def confirm_start(start: Start, world: World, report: Callable[[str], None], at:
     Raises CheckpointError if the named checkpoint is damaged, if all checkpoints of the run are, or if it belongs to
     another run; ConfigError if ranks see different ones.
     """
-    config, control = start.config, world.control
+    config = start.config
+    control = world.control
     is_auto = at is None and config.init_from is None and config.resume == "auto"
     store = CheckpointStore(config.run, control, world.disks, report)
     if is_auto:
         store.share()
     listing = store.list()
     start = replace(start, listing=listing)
-    chosen = store.newest_whole(listing, hint=_HOW_TO_BEGIN) if is_auto else _find_named(start, at, store, report)
+    if is_auto:
+        chosen = store.newest_whole(listing, hint=_HOW_TO_BEGIN)
+    else:
+        chosen = _find_named(start, at, store, report)
     resumes = at is not None or start.resumes
 
     def read() -> SavedRun | None:
         source = start.source
         if chosen is None or source is None or source.manifest != chosen.manifest:
-            source = read_saved_run(chosen) if chosen else None
+            if chosen:
+                source = read_saved_run(chosen)
+            else:
+                source = None
         start.at(source, resumes=resumes)  # raises what all ranks would raise
         return source
 
@@ -108,7 +115,10 @@ def _find_named(
     """Return the checkpoint that the user named, or `at`, verified; None without one. Collective."""
     config = start.config
     flag, path = ("--init-from", config.init_from) if at is None and config.init_from else ("--resume", config.resume)
-    path = path if at is None else str(at)
+    if at is None:
+        path = path
+    else:
+        path = str(at)
     if path is None or path in ("auto", "none") or is_published(path):
         return None
 
@@ -140,7 +150,8 @@ def load_initial_state(
     progress: Callable[[], object],
 ) -> None:
     """Load the checkpoint, or the weights that a new run begins with. Collective. Raises LlmscaleError."""
-    source, state = start.source, start.state
+    source = start.source
+    state = start.state
     if source is None or state is None:
         name = _load_first_weights(start, engine, world, report, progress)
         if name is not None:

@@ -51,7 +51,8 @@ STARTS_NAME = "starts.jsonl"
 START_TEXT_NAME = "start.txt"
 METRICS_NAME = "metrics.jsonl"
 FAILURE_NAME = "failure.json"
-ATTEMPTS_NAME, LOGS_NAME = "attempts.jsonl", "logs"
+ATTEMPTS_NAME = "attempts.jsonl"
+LOGS_NAME = "logs"
 #: Written by every start to metrics.jsonl; raised whenever older code could misread the file.
 METRICS_VERSION = 1
 #: Files that a run writes to in its folder.
@@ -79,6 +80,9 @@ _VISIBLE_PAUSE_S = 0.1
 _MAX_ERROR_CHARACTERS = 600
 #: Time limit of git: a start does not wait for a large repository on a slow disk.
 _GIT_S = 5.0
+#: Time limit of the command: what asked a run to stop often kills it half a minute later.
+HOOK_S = 20.0
+_MAX_ERROR_BYTES = 300
 
 
 def create_run_folder(run: Path) -> list[Path]:
@@ -128,7 +132,8 @@ class RunFolderClaim:
     """One run's claim on its folder, for the process that takes it. A failed start leaves no empty folder."""
 
     def __init__(self, run: Path, lock_name: str = LOCK_NAME) -> None:
-        self._run, self._path = run, run / lock_name
+        self._run = run
+        self._path = run / lock_name
         self._made: list[Path] = []
         self._lock: TextIO | None = None
         self.before_release: list[Callable[[], object]] = []
@@ -260,8 +265,14 @@ def repeats_last_start(run: Path, launches: Sequence[str], arguments: Sequence[s
     `arguments` are train.py's; default: those of this process.
     """
     path = run / STARTS_NAME
-    starts = [*load_json_lines(path)] if path.is_file() else []
-    names = starts[-1].get("launches") if starts else None
+    if path.is_file():
+        starts = [*load_json_lines(path)]
+    else:
+        starts = []
+    if starts:
+        names = starts[-1].get("launches")
+    else:
+        names = None
     is_same_launch = isinstance(names, list) and any(launch in names for launch in launches)
     return is_same_launch and starts[-1].get("arguments") == (_arguments() if arguments is None else list(arguments))
 
@@ -312,7 +323,10 @@ def record_failure(run_folder: Path, error: BaseException, *, step: int, rank: i
     """
     path = run_folder / FAILURE_NAME
     first_line = str(error).strip().partition("\n")[0].rstrip()
-    kind = "" if isinstance(error, LlmscaleError) else type(error).__name__
+    if isinstance(error, LlmscaleError):
+        kind = ""
+    else:
+        kind = type(error).__name__
     text = ": ".join(filter(None, (kind, first_line)))[:_MAX_ERROR_CHARACTERS]
     with suppress(OSError):
         if not path.exists():
@@ -336,12 +350,9 @@ def without_nan(value: object) -> object:
         return value if math.isfinite(value) else None
     if isinstance(value, (list, tuple)):
         return [without_nan(inner) for inner in value]
-    return {key: without_nan(inner) for key, inner in value.items()} if isinstance(value, dict) else value
-
-
-#: Time limit of the command: what asked a run to stop often kills it half a minute later.
-HOOK_S = 20.0
-_MAX_ERROR_BYTES = 300
+    if isinstance(value, dict):
+        return {key: without_nan(inner) for key, inner in value.items()}
+    return value
 
 
 def notify(command: str | None, run: Path, event: str, facts: Mapping[str, object]) -> None:
@@ -359,7 +370,8 @@ def notify(command: str | None, run: Path, event: str, facts: Mapping[str, objec
             stderr.seek(0)
             last = stderr.read()[-_MAX_ERROR_BYTES:].decode(errors="replace").strip()
     except OSError as error:
-        problem, last = f"cannot be started: {error.strerror or error}", ""
+        problem = f"cannot be started: {error.strerror or error}"
+        last = ""
     if problem:
         say(f"WARNING: --notify {problem}{make_visible_line(f': {last}' if last else '')}")
 

@@ -107,7 +107,9 @@ class SampleStream:
 
     def set_of(self, sample_ids: np.ndarray) -> np.ndarray:
         """Return the index of each sample's dataset, [n]."""
-        return np.zeros(len(sample_ids), np.int64) if self.mix is None else self.mix.set_of(sample_ids)
+        if self.mix is None:
+            return np.zeros(len(sample_ids), np.int64)
+        return self.mix.set_of(sample_ids)
 
 
 def build_stream(config: RunConfig, sets: TrainingSets, resolved: ResolvedRun, state: RunState | None) -> SampleStream:
@@ -116,14 +118,20 @@ def build_stream(config: RunConfig, sets: TrainingSets, resolved: ResolvedRun, s
     Raises CheckpointError, ConfigError, DataError.
     """
     step, seen = (state.step, state.samples_seen) if state else (0, 0)
-    batches = tuple(known for known in saved_batches(state) if known[0] < step) if state else ()
+    if state:
+        batches = tuple(known for known in saved_batches(state) if known[0] < step)
+    else:
+        batches = ()
     now = resolved.plan.batches_from(step, seen)
     batches += now[1:] if batches and batches[-1][-1] == now[0][-1] else now
     skips = place_skips(config.skip_steps, state, batches)
     stages: tuple[PlacedStage, ...] = ()
     if sets.recipe is not None:
         samples = samples_after(batches, max(step, resolved.total_steps))
-        saved = saved_stages(state.identity, len(sets.names)) if state else ()
+        if state:
+            saved = saved_stages(state.identity, len(sets.names))
+        else:
+            saved = ()
         skipped = skipped_ranges(skips)
         stages = place_stages(sets.recipe, samples, batches[-1][-1], saved=saved, seen=seen, skipped=skipped)
     stream = _compose(config, sets, state.saved_order if state else {}, stages, skips, batches)
@@ -134,7 +142,10 @@ def build_stream(config: RunConfig, sets: TrainingSets, resolved: ResolvedRun, s
 def _describe_sets(sets: TrainingSets, stream: SampleStream, total_steps: int) -> dict[str, dict[str, object]]:
     """Return each dataset's path, content and samples in the run by its name, which is empty outside a mixture."""
     total = stream.samples_after(total_steps)
-    counts = [total] if stream.mix is None else stream.samples_by_set(total).tolist()
+    if stream.mix is None:
+        counts = [total]
+    else:
+        counts = stream.samples_by_set(total).tolist()
     names = sets.names if sets.recipe else ("",)
     return {
         name: {
@@ -148,7 +159,10 @@ def _describe_sets(sets: TrainingSets, stream: SampleStream, total_steps: int) -
 
 def stream_of_checkpoint(config: RunConfig, sets: TrainingSets, state: RunState) -> SampleStream:
     """Return the samples that a checkpoint's run saw and would see. Raises CheckpointError, DataError."""
-    stages = saved_stages(state.identity, len(sets.names)) if sets.recipe else ()
+    if sets.recipe:
+        stages = saved_stages(state.identity, len(sets.names))
+    else:
+        stages = ()
     if sets.recipe and not stages:
         raise CheckpointError(f"the checkpoint's state is damaged: it lacks the {STAGES_KEY} of {sets.name}.")
     stream = _compose(config, sets, state.saved_order, stages, saved_skips(state.identity), saved_batches(state))
@@ -204,13 +218,16 @@ def _order_settings(config: RunConfig, saved_order: Mapping[str, object]) -> Ord
 def cache_limit_bytes(config: RunConfig) -> int | None:
     """Return --cache-limit-gib in bytes."""
     limit = config.cache_limit_gib
-    return None if limit is None else int(limit * 2**30)
+    if limit is None:
+        return None
+    return int(limit * 2**30)
 
 
 def _read_saved(kind: type[_T], identity: Mapping[str, object], key: str) -> _T:
     """Return a list of a checkpoint's identity, empty if it is missing. Raises CheckpointError for another type."""
     values = {key: identity.get(key, [])}
-    rules, where = Rules(CheckpointError), "the checkpoint's state is damaged"
+    rules = Rules(CheckpointError)
+    where = "the checkpoint's state is damaged"
     return build(dict[str, kind], values, rules, where)[key]  # type: ignore[valid-type]
 
 
@@ -238,12 +255,17 @@ def saved_stages(identity: Mapping[str, object], num_sets: int) -> tuple[PlacedS
         raise _damaged(STAGES_KEY, listed)
     # Other datasets are reported where identities are compared.
     is_of_sets = all(len(shares) == num_sets for _, shares in listed)
-    return tuple(PlacedStage(begin, shares) for begin, shares in listed) if is_of_sets else ()
+    if is_of_sets:
+        return tuple(PlacedStage(begin, shares) for begin, shares in listed)
+    return ()
 
 
 def _of_set(saved: Mapping[str, object], name: str) -> Mapping[str, object]:
     by_set = saved.get("sets")
-    order = by_set.get(name) if isinstance(by_set, Mapping) else None
+    if isinstance(by_set, Mapping):
+        order = by_set.get(name)
+    else:
+        order = None
     return order if isinstance(order, Mapping) else {}
 
 
@@ -256,7 +278,10 @@ def place_skips(wanted: Sequence[str], state: RunState | None, batches: Batches)
 
     Raises ConfigError for steps that are done, CheckpointError for malformed ranges in the checkpoint.
     """
-    skips = list(saved_skips(state.identity)) if state else []
+    if state:
+        skips = list(saved_skips(state.identity))
+    else:
+        skips = []
     step = state.step if state else 0
     known = {skip.steps for skip in skips}
     for text in wanted:
@@ -359,7 +384,8 @@ def read_step_samples(
     config: RunConfig, sets: TrainingSets, stream: SampleStream, step: int
 ) -> list[tuple[int, StepSample]]:
     """Return the samples of a step, counted from 1, each with its id in all datasets together. Raises DataError."""
-    begin, end = stream.samples_after(step - 1), stream.samples_after(step)
+    begin = stream.samples_after(step - 1)
+    end = stream.samples_after(step)
     ids = stream.order.sample_ids(np.arange(begin, end)).tolist()
     windows = MixedShards(sets.locations, "train", cache_limit_bytes(config)).read(np.array(ids))
     return [

@@ -90,7 +90,8 @@ class Session:
     def __post_init__(self) -> None:
         self.step = self.run.first_step
         """Optimizer steps done."""
-        self._ids_checksum, self._checks_ids = 0, False
+        self._ids_checksum = 0
+        self._checks_ids = False
         self._log = _log_of(self.actions)
         self._num_targets = 0
         """Targets of the step: of this rank before `decide`, of the global batch after it."""
@@ -105,7 +106,10 @@ class Session:
         lost = None
         if error is not None and not self.stop.ends_early:
             # Now: whoever ends later is not to blame.
-            lost = None if isinstance(error, LlmscaleError) else explain_lost_peer(error)
+            if isinstance(error, LlmscaleError):
+                lost = None
+            else:
+                lost = explain_lost_peer(error)
             record_failure(self.run.config.run, lost or error, step=self.step, rank=self.run.world.rank)
         self.engine.feed.close()
         for action in self.actions:
@@ -124,7 +128,10 @@ class Session:
         """Continue at another step of the run. Collective."""
         for action in self.actions:
             action.close()
-        self.run, self.engine, self.actions, self.checkpoints = run, engine, actions, checkpoints
+        self.run = run
+        self.engine = engine
+        self.actions = actions
+        self.checkpoints = checkpoints
         self._log = _log_of(actions)
         self.step = run.first_step
         for action in actions:
@@ -132,7 +139,8 @@ class Session:
 
     def fetch(self, step: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of a step. A failure waits for `decide`, which tells every rank."""
-        run, engine = self.run, self.engine
+        run = self.run
+        engine = self.engine
         engine.meter.phases.mark("data_wait")
         try:
             batches = [next(engine.feed) for _ in range(run.micro_steps(step))]
@@ -146,8 +154,14 @@ class Session:
         # Ranks that divide sequences have the same ones.
         is_first = run.resolved.plan.ranks.is_first(run.world.rank)
         counts = is_first and self._checks_ids
-        self._ids_checksum = ids_checksum(torch.cat([batch.sample_ids for batch in batches]).numpy()) if counts else 0
-        self._num_targets = sum(batch.num_targets for batch in batches) if is_first and engine.feed.has_mask else 0
+        if counts:
+            self._ids_checksum = ids_checksum(torch.cat([batch.sample_ids for batch in batches]).numpy())
+        else:
+            self._ids_checksum = 0
+        if is_first and engine.feed.has_mask:
+            self._num_targets = sum(batch.num_targets for batch in batches)
+        else:
+            self._num_targets = 0
         return batches
 
     def decide(self, step: int) -> StepVote:
@@ -180,10 +194,14 @@ class Session:
 
     def train(self, step: int, batches: list[MicroBatch], weights: Sequence[float] | None = None) -> StepResult:
         """Run one optimizer step, with other `weights` of the micro-batches' losses than the step's, if given."""
-        run, engine, deepspeed = self.run, self.engine, self.engine.deepspeed
-        resolved, counted = run.resolved, None
+        run = self.run
+        engine = self.engine
+        deepspeed = self.engine.deepspeed
+        resolved = run.resolved
+        counted = None
         if engine.feed.has_mask:
-            num_samples, num_targets = run.batch_size(step), self._num_targets
+            num_samples = run.batch_size(step)
+            num_targets = self._num_targets
             if weights is not None:  # of a part of the batch, in one process
                 num_samples = sum(len(batch.sample_ids) for batch in batches)
                 num_targets = sum(batch.num_targets for batch in batches)
@@ -194,8 +212,12 @@ class Session:
         set_micro_steps(deepspeed, len(batches))
         skipped_before = deepspeed.skipped_steps
         with explain_smallest_scale(step):
-            tokens, timer = [batch.tokens for batch in batches], engine.meter.phases
-            seq_len = None if run.resolved.plan.lengths is None else run.seq_len(step)
+            tokens = [batch.tokens for batch in batches]
+            timer = engine.meter.phases
+            if run.resolved.plan.lengths is None:
+                seq_len = None
+            else:
+                seq_len = run.seq_len(step)
             if weights is None:
                 weight = run.loss_weight(step)
                 weights = [0.0 if batch.is_filler else weight for batch in batches]
@@ -228,15 +250,23 @@ class Session:
 
         Collective. Raises CheckpointError on failure.
         """
-        run, io, total = self.run, self.io, self.run.resolved.total_steps
+        run = self.run
+        io = self.io
+        total = self.run.resolved.total_steps
         if io.log:
             io.log.close_view()
         if self.step > run.first_step and run.config.overfit_batch is None:
             self.checkpoints.finish(self.step)
         if io.publisher:
             io.publisher.finish()
-        reasons = [] if self.step >= total else gather(run.world.control, self.stop.of_this_rank())
-        why = f"stopped by {_first_reason(reasons)}" if reasons else "finished"
+        if self.step >= total:
+            reasons = []
+        else:
+            reasons = gather(run.world.control, self.stop.of_this_rank())
+        if reasons:
+            why = f"stopped by {_first_reason(reasons)}"
+        else:
+            why = "finished"
         if spike := self.rollback.rollback_from:
             io.report(f"--on-spike skip did not go back from the loss spike at step {spike[0]}: the run stops")
             io.report(rollback_advice(run, checkpoint_before(run, spike[0]), spike))
@@ -269,8 +299,12 @@ def build_actions(
     run: Run, engine: Engine, io: RunIO, rollback: RollbackRequest, stop: StopRequest
 ) -> tuple[list[StepAction], SaveCheckpoints]:
     """Return the actions of a run in their order at one step, and the checkpoints, which come last. Collective."""
-    config, world = run.config, run.world
-    watchers = [WatchSpikes(run, io, rollback, stop).check] if world.is_main else []
+    config = run.config
+    world = run.world
+    if world.is_main:
+        watchers = [WatchSpikes(run, io, rollback, stop).check]
+    else:
+        watchers = []
     watchers += [WatchStragglers(world, io.log, io.report).check] if world.world_size > 1 else []
     log = LogSteps(run, engine, io, watchers)
     actions: list[StepAction] = []
@@ -305,7 +339,8 @@ def open_validation_splits(start: Start, world: World) -> tuple[ValidationSplit,
     """Return the validation splits; none without validation. Collective."""
     if not start.config.val_every:
         return ()
-    sets, config = start.sets.as_recorded(start.stream.identity), start.config
+    sets = start.sets.as_recorded(start.stream.identity)
+    config = start.config
     return on_all_ranks(
         world.control, lambda: open_validation(sets, config.val_samples, document_mask=config.document_mask)
     )
@@ -316,7 +351,8 @@ def open_feed(start: Start, world: World, *, start_sample: int) -> Feed:
 
     Raises DataError if a shard has changed.
     """
-    plan, limit_bytes = start.resolved.plan, cache_limit_bytes(start.config)
+    plan = start.resolved.plan
+    limit_bytes = cache_limit_bytes(start.config)
     layout = RankLayout(plan.ranks.group_of(world.rank), plan.ranks.groups_per_node(world.ranks_per_node))
     shards: WindowReader
     if start.sets.recipe is None:
@@ -355,7 +391,11 @@ def roll_back(session: Session, heartbeat: Heartbeat) -> bool:
 
 
 def _roll_back(session: Session) -> bool:
-    began, run, engine, io, rollback = time.perf_counter(), session.run, session.engine, session.io, session.rollback
+    began = time.perf_counter()
+    run = session.run
+    engine = session.engine
+    io = session.io
+    rollback = session.rollback
     control = run.world.control
     spike = next(wanted for wanted in gather(control, rollback.rollback_from) if wanted is not None)
     rollback.rollback_from = None
@@ -375,7 +415,8 @@ def _roll_back(session: Session) -> bool:
         return _stop_at_spike(session, before, spike, str(error))
     assert start.source is not None and start.state is not None
     engine.feed.close()
-    feed, validation = open_data(start, run.world), open_validation_splits(start, run.world)
+    feed = open_data(start, run.world)
+    validation = open_validation_splits(start, run.world)
     load_checkpoint(engine.deepspeed, start.source, run.world, engine.configured_scaler)
     engine.deepspeed.skipped_steps = 0
     history = enter_history(start, run.world, io.report)
@@ -439,7 +480,8 @@ class SaveCheckpoints(StepAction):
 
     def save(self, step: int) -> None:
         """Copy the state and write it in the background, unless this step is saved."""
-        run, engine = self._run, self._engine
+        run = self._run
+        engine = self._engine
         with engine.meter.pause("saving"):
             self._saver.wait()
             if self._saved_step == step:
@@ -457,7 +499,8 @@ class SaveCheckpoints(StepAction):
                 validation=next((other.after(step) for other in self._others if isinstance(other, Validate)), None),
             )
             self._saver.save(snapshot)
-        self._saved_step, self._last_save_s = step, time.monotonic()
+        self._saved_step = step
+        self._last_save_s = time.monotonic()
 
     def finish(self, step: int) -> None:
         """Save the last step unless it is saved, and wait until it is on disk. Raises CheckpointError on failure."""
@@ -471,7 +514,8 @@ class SaveCheckpoints(StepAction):
             )
 
     def _run_state(self, step: int) -> RunState:
-        run, engine = self._run, self._engine
+        run = self._run
+        engine = self._engine
         return RunState(
             step=step,
             samples_seen=run.samples_seen(step),

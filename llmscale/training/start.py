@@ -41,6 +41,12 @@ from llmscale.training.sample_stream import SampleStream, build_stream, check_sk
 if TYPE_CHECKING:
     from llmscale.engine.device_memory import MeasuredMemory
 
+#: Relative change of the learning rate up to which it counts as continuous.
+_SMOOTH = 0.05
+#: Fraction of memory that a change must save at least for a run that the estimate expected to fit.
+_MIN_SAVING = 0.1
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Start(Inputs):
@@ -120,7 +126,9 @@ def resolve_ranks(inputs: Inputs, world_size: int) -> ResolvedRun:
 
 def _begin(inputs: Inputs, resolved: ResolvedRun) -> Start:
     """Return the start at the inputs' checkpoint, none of whose values depends on the number of ranks."""
-    config, source, state = inputs.config, inputs.source, inputs.state
+    config = inputs.config
+    source = inputs.source
+    state = inputs.state
     if inputs.steps_of_minutes is not None:
         resolved = _with_steps(inputs, resolved, inputs.steps_of_minutes)
     if source is not None:
@@ -144,7 +152,10 @@ def _with_steps(inputs: Inputs, resolved: ResolvedRun, steps: int) -> ResolvedRu
 
 def _check_model(inputs: Inputs, resolved: ResolvedRun, source: SavedRun) -> None:
     """Raise CheckpointError if the checkpoint's tensors belong to another model or optimizer."""
-    config, shape, folder, state = inputs.config, resolved.shape, source.path, source.state
+    config = inputs.config
+    shape = resolved.shape
+    folder = source.path
+    state = source.state
     fixed = [key for key, behaviour in SHAPE_KEYS.items() if behaviour.resume == "weights"]
     if not inputs.resumes:
         # Adapters begin beside these weights.
@@ -157,9 +168,11 @@ def _check_model(inputs: Inputs, resolved: ResolvedRun, source: SavedRun) -> Non
             saved["dense_layers"], saved["expert_interval"] = shortest_interval(layers, dense, interval)
     vocab_size = state.config.get("vocab_size") or state.identity.get("vocab_size")
     if type(vocab_size) is int and -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE != shape.padded_vocab_size:
-        saved["vocab_size"], now["vocab_size"] = vocab_size, shape.vocab_size
+        saved["vocab_size"] = vocab_size
+        now["vocab_size"] = shape.vocab_size
     if inputs.resumes and state.optimizer_scalars and "optimizer" in state.hyperparameters:
-        saved["optimizer"], now["optimizer"] = state.hyperparameters["optimizer"], config.optimizer
+        saved["optimizer"] = state.hyperparameters["optimizer"]
+        now["optimizer"] = config.optimizer
     differ = [f"{key} was {saved[key]} and is {now[key]}" for key in saved if saved[key] != now[key]]
     if inputs.resumes and (change := _describe_frozen(state, config, resolved)):
         raise CheckpointError(
@@ -177,8 +190,12 @@ def _describe_frozen(state: RunState, config: RunConfig, resolved: ResolvedRun) 
     """Return how the frozen parameters differ from the checkpoint's, or None."""
     if resolved.shape.lora_rank:
         return None
-    tensors, saved = resolved.tensors, state.hyperparameters.get("freeze")
-    patterns = [str(pattern) for pattern in saved] if isinstance(saved, list) else []
+    tensors = resolved.tensors
+    saved = state.hyperparameters.get("freeze")
+    if isinstance(saved, list):
+        patterns = [str(pattern) for pattern in saved]
+    else:
+        patterns = []
     before = {tensor.name for tensor in replace(tensors, frozen=tuple(patterns)).frozen_tensors}
     after = {tensor.name for tensor in tensors.frozen_tensors}
     if before == after:
@@ -192,14 +209,16 @@ def _describe_frozen(state: RunState, config: RunConfig, resolved: ResolvedRun) 
 
 def check_space(start: Start) -> None:
     """Raise ConfigError if the first checkpoints of a new run do not fit on its disk."""
-    config, resolved = start.config, start.resolved
+    config = start.config
+    resolved = start.resolved
     if start.has_checkpoints or config.overfit_batch is not None:
         return
     place = next(folder for folder in (config.run, *config.run.absolute().parents) if folder.exists())
     # Those of --keep-every can be moved away during a long run.
     count = checkpoints_at_once(config.model_copy(update={"keep_every": 0}), resolved.total_steps)
     one = resolved.stored_optimizer.checkpoint_bytes(resolved.shape.architecture)
-    needed, free = count * one + SPARE_BYTES, shutil.disk_usage(place).free
+    needed = count * one + SPARE_BYTES
+    free = shutil.disk_usage(place).free
     if free < needed:
         raise ConfigError(
             f"--run {config.run} cannot be written to: No space left on device for {count} checkpoint"
@@ -209,23 +228,26 @@ def check_space(start: Start) -> None:
         )
 
 
-#: Relative change of the learning rate up to which it counts as continuous.
-_SMOOTH = 0.05
-
-
 def lines_at_end(start: Start) -> list[str]:
     """Return lines on how to continue a run that is finished, and none for one that trains.
 
     Reads the whole checkpoint of a finished run: a start skips a damaged one, and takes the previous one.
     """
-    source, state, run = start.source, start.state, start.config.run
+    source = start.source
+    state = start.state
+    run = start.config.run
     if source is None or state is None or not start.is_finished:
         return []
     end = f"finished at step {state.step} of {start.resolved.total_steps}; run folder: {shown(run)}"
     pieces = load_pieces(source.path)
     # All of it is on this disk, or in the run's store: the ranks need not meet.
-    is_settled = pieces.remote is not None if pieces else url_of(run) is None
-    return [*finished_lines(state, start), end] if is_settled and source.find_damage() is None else []
+    if pieces:
+        is_settled = pieces.remote is not None
+    else:
+        is_settled = url_of(run) is None
+    if is_settled and source.find_damage() is None:
+        return [*finished_lines(state, start), end]
+    return []
 
 
 def hyperparameters(run: Start) -> dict[str, object]:
@@ -233,7 +255,8 @@ def hyperparameters(run: Start) -> dict[str, object]:
 
     The run's identity (run_config.CHANGES_THAT_BREAK) may not change.
     """
-    resolved, ds_config = run.resolved, run.resolved.engine_config
+    resolved = run.resolved
+    ds_config = run.resolved.engine_config
     logged = [key for key, behaviour in KEYS.items() if behaviour.resume in ("logged", "weights")]
     return {
         "zero_stage": resolved.zero_stage,
@@ -255,7 +278,8 @@ def change_lines(state: RunState, run: Start, now: Mapping[str, object]) -> Iter
     if state.step >= run.resolved.total_steps:
         return
     schedule = _schedule_of(state)
-    before, after = schedule.learning_rate(state.step), run.resolved.schedule.learning_rate(state.step)
+    before = schedule.learning_rate(state.step)
+    after = run.resolved.schedule.learning_rate(state.step)
     if abs(after - before) > _SMOOTH * max(before, after):
         yield (
             f"the learning rate goes from {schedule.learning_rate(max(0, state.step - 1)):.2e} to {after:.2e} at "
@@ -266,7 +290,8 @@ def change_lines(state: RunState, run: Start, now: Mapping[str, object]) -> Iter
 def _accepted_changes(saved: Mapping[str, object], now: Mapping[str, object]) -> Iterator[str]:
     """Yield the parts of a run's identity that --allow-changed has let differ; of hashes and tables only the name."""
     for key in CHANGES_THAT_BREAK:
-        before, after = saved.get(key), now.get(key)
+        before = saved.get(key)
+        after = now.get(key)
         if key in saved and before != after:
             are_plain = key != "data" and not any(isinstance(value, Mapping) for value in (before, after))
             yield f"{key} {before} -> {after}" if are_plain else key
@@ -274,16 +299,21 @@ def _accepted_changes(saved: Mapping[str, object], now: Mapping[str, object]) ->
 
 def finished_lines(state: RunState, run: Start) -> Iterator[str]:
     """Yield how to continue a finished run; nothing if there are steps left."""
-    total, config = run.resolved.total_steps, run.config
+    total = run.resolved.total_steps
+    config = run.config
     if state.step < total:
         return
     more = 2 * state.step
     wanted = config.model_copy(update={"steps": more, "tokens": None, "minutes": None})
-    longer_by = "more --tokens" if config.tokens else f"more --steps, such as --steps {more}"
+    if config.tokens:
+        longer_by = "more --tokens"
+    else:
+        longer_by = f"more --steps, such as --steps {more}"
     if config.minutes:
         longer_by = "another --minutes, which counts from there"
     longer = resolve_schedule(wanted, run.resolved.plan, run.sets.num_train_samples)
-    last, following = _schedule_of(state).learning_rate(state.step - 1), longer.learning_rate(state.step)
+    last = _schedule_of(state).learning_rate(state.step - 1)
+    following = longer.learning_rate(state.step)
     yield (f"nothing to do: the checkpoint is at step {state.step:,} of {total:,}. To continue, give {longer_by}")
     if abs(following - last) > _SMOOTH * last:
         yield (
@@ -300,13 +330,9 @@ def _schedule_of(state: RunState) -> Schedule:
 
 
 def _show(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-#: Fraction of memory that a change must save at least for a run that the estimate expected to fit.
-_MIN_SAVING = 0.1
-
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)
 
 
 class OutOfMemory(MachineError):
@@ -380,7 +406,8 @@ def explain_out_of_memory(
 
 
 def _advice(run: Start, estimate: MemoryEstimate, gpu_bytes: int | None, capability: ComputeCapability | None) -> str:
-    resolved, plan = run.resolved, run.resolved.plan
+    resolved = run.resolved
+    plan = run.resolved.plan
     # A change leaves MARGIN of the GPU; what the run needs now, less the least saving, has no margin on top.
     limit = round((estimate.total_bytes - _MIN_SAVING * estimate.reserved_bytes) / (1 - MARGIN))
     if gpu_bytes is not None:

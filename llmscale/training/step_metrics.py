@@ -214,7 +214,8 @@ class StepMeter:
 
     def __init__(self, phases: PhaseTimer) -> None:
         self.phases = phases
-        self._began, self._steps = time.perf_counter(), 0
+        self._began = time.perf_counter()
+        self._steps = 0
         self._paused_s: dict[str, float] = defaultdict(float)
         self.done_steps = 0
         """Optimizer steps of this start."""
@@ -247,7 +248,8 @@ class StepMeter:
 
         Call it after a synchronisation with the device.
         """
-        now, steps = time.perf_counter(), max(self._steps, 1)
+        now = time.perf_counter()
+        steps = max(self._steps, 1)
         phases = self.phases.read()
         interval = StepTimes(
             step_s=(now - self._began - sum(self._paused_s.values())) / steps,
@@ -256,7 +258,8 @@ class StepMeter:
             optimizer_step_s=phases["optimizer_step"] / steps,
             paused_s=dict(self._paused_s),
         )
-        self._began, self._steps = now, 0
+        self._began = now
+        self._steps = 0
         self._paused_s.clear()
         for name in ("data_wait", "forward_backward", "optimizer_step", "other"):
             self.spent_s[name] += getattr(interval, f"{name}_s") * steps

@@ -73,6 +73,35 @@ _HANDLERS_CHECK_S = 0.05
 
 #: Time after a second Ctrl-C in which a third one ends the run without a save.
 _ANSWER_S = 5.0
+#: Parts of messages of gloo, NCCL, torch's store and the kernel about a peer that has gone or does not answer.
+_PEER_GONE = (
+    "connection closed",
+    "closed by peer",
+    "connection reset",
+    "reset by peer",
+    "connection refused",
+    "connection was likely closed",
+    "broken pipe",
+    "recvvalue failed",
+    "sendbytes failed",
+    "failed to recv",
+    "socket timeout",
+    "wait timeout",
+    "timed out waiting",
+    "remote process exited",
+    "nccl communicator was aborted",
+    "no route to host",
+    "its connections broke",
+)
+#: torch's errors of process groups and stores, by name: this module imports no torch.
+_CLASSES = frozenset(("DistError", "DistBackendError", "DistNetworkError", "DistStoreError"))
+#: Errors of these classes that say nothing about a peer.
+_OWN_FAULTS = ("cuda error", "invalid usage", "invalid argument")
+#: Time in which a rank that ends is looked for: its data workers, which look like it, end within a second. All
+#: surviving ranks stay that long, so that none of them counts as missing.
+_LOOK_S = 2.0
+_LOOK_EVERY_S = 0.02
+_MAX_REASON = 200
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -92,12 +121,16 @@ class Interrupts:
     """Counts Ctrl-C: the first asks for a save, the second is a question, and a third within _ANSWER_S the answer."""
 
     def __init__(self) -> None:
-        self._count, self._asked_s = 0, 0.0
+        self._count = 0
+        self._asked_s = 0.0
 
     def add(self) -> bool:
         """Count one more, and return whether the run is to end at once."""
         now = time.monotonic()
-        self._count = 2 if self._count == 2 and now - self._asked_s > _ANSWER_S else self._count + 1
+        if self._count == 2 and now - self._asked_s > _ANSWER_S:
+            self._count = 2
+        else:
+            self._count = self._count + 1
         self._asked_s = now
         return self._count > 2
 
@@ -125,7 +158,8 @@ def is_left_by_others(stops: Sequence[StopOfRank], variables: Mapping[str, str])
 
     torchrun takes status 0 for a finished run. Without a rendezvous it cannot continue without a node.
     """
-    node, restarts = variables.get("GROUP_RANK", ""), variables.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    node = variables.get("GROUP_RANK", "")
+    restarts = variables.get("TORCHELASTIC_MAX_RESTARTS", "0")
     is_elastic = restarts != "0" and variables.get("TORCHELASTIC_RUN_ID", _NO_RUN_ID) != _NO_RUN_ID
     return is_elastic and not any(stop.reason for stop in stops if stop.node == node)
 
@@ -315,7 +349,10 @@ def find_launchers() -> list[Launcher]:
     """Return the launchers above this rank, its parent first."""
     named = os.environ.get(LAUNCHER_VARIABLE, "")
     if named.isdigit():
-        stat = read_stat(int(named)) if int(named) == os.getppid() else None
+        if int(named) == os.getppid():
+            stat = read_stat(int(named))
+        else:
+            stat = None
         return [Launcher(int(named), "llmscale train", stat.started if stat else "")]
     chain: list[Launcher] = []
     pid = os.getppid()
@@ -335,13 +372,19 @@ def launch_names(variables: Mapping[str, str]) -> list[str]:
 
     torchrun's restart count differs between nodes, and stays 0 when ranks restart for a node that comes or goes.
     """
-    names = [f"{_SLURM_JOB}{variables['SLURM_JOB_ID']}"] if "SLURM_JOB_ID" in variables else []
+    if "SLURM_JOB_ID" in variables:
+        names = [f"{_SLURM_JOB}{variables['SLURM_JOB_ID']}"]
+    else:
+        names = []
     names += [variables[LAUNCH_VARIABLE]] if LAUNCH_VARIABLE in variables else []
     run_id = variables.get("TORCHELASTIC_RUN_ID")
     if run_id not in (None, "", _NO_RUN_ID):
         return [*names, f"torchrun --rdzv-id {run_id}"]
     # The default is the same for all launches, but without a rendezvous the agent of a host never changes.
-    agents = [] if run_id is None else find_launchers()[:1]
+    if run_id is None:
+        agents = []
+    else:
+        agents = find_launchers()[:1]
     return [*names, *(f"torchrun {agent.pid} of {platform.node()}, started {agent.started}" for agent in agents)]
 
 
@@ -386,7 +429,9 @@ def read_stat(pid: int) -> Stat | None:
     """Return the state of a process; None without one."""
     # The command comes first, in parentheses, and may itself contain some.
     words = b"".join(_read_list(pid, "stat")).decode(errors="replace").rpartition(")")[2].split()
-    return Stat(words[0], int(words[1]), words[19], int(words[49])) if words else None
+    if words:
+        return Stat(words[0], int(words[1]), words[19], int(words[49]))
+    return None
 
 
 def _read_list(pid: int, name: str) -> list[bytes]:
@@ -395,36 +440,6 @@ def _read_list(pid: int, name: str) -> list[bytes]:
         return Path(f"/proc/{pid}/{name}").read_bytes().split(b"\0")
     except OSError:
         return []
-
-
-#: Parts of messages of gloo, NCCL, torch's store and the kernel about a peer that has gone or does not answer.
-_PEER_GONE = (
-    "connection closed",
-    "closed by peer",
-    "connection reset",
-    "reset by peer",
-    "connection refused",
-    "connection was likely closed",
-    "broken pipe",
-    "recvvalue failed",
-    "sendbytes failed",
-    "failed to recv",
-    "socket timeout",
-    "wait timeout",
-    "timed out waiting",
-    "remote process exited",
-    "nccl communicator was aborted",
-    "no route to host",
-    "its connections broke",
-)
-#: torch's errors of process groups and stores, by name: this module imports no torch.
-_CLASSES = frozenset(("DistError", "DistBackendError", "DistNetworkError", "DistStoreError"))
-#: Errors of these classes that say nothing about a peer.
-_OWN_FAULTS = ("cuda error", "invalid usage", "invalid argument")
-#: Time in which a rank that ends is looked for: its data workers, which look like it, end within a second. All
-#: surviving ranks stay that long, so that none of them counts as missing.
-_LOOK_S, _LOOK_EVERY_S = 2.0, 0.02
-_MAX_REASON = 200
 
 
 class LostPeer(MachineError):
@@ -438,9 +453,11 @@ def names_lost_peer(failure: str) -> bool:
 
 def explain_lost_peer(error: BaseException) -> LostPeer | None:
     """Return the error for the user if the connection to another rank broke, else None. Takes `_LOOK_S`."""
-    reason, cause = _reason_of(error), error.__cause__ or error.__context__
+    reason = _reason_of(error)
+    cause = error.__cause__ or error.__context__
     while reason is None and cause is not None:
-        reason, cause = _reason_of(cause), cause.__cause__ or cause.__context__
+        reason = _reason_of(cause)
+        cause = cause.__cause__ or cause.__context__
     if reason is None or os.environ.get("WORLD_SIZE", "1") in ("", "1"):
         return None
     count = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
@@ -483,7 +500,10 @@ def _describe_silent(reason: str, *, is_one_host: bool) -> str:
     if is_one_host:
         return "a rank does not answer, and all of them still run"
     address = re.search(r"\d+\.\d+\.\d+\.\d+", reason)
-    where = f" ({address.group()})" if address else ""
+    if address:
+        where = f" ({address.group()})"
+    else:
+        where = ""
     return (
         f"a rank on another host{where} ended or cannot be reached, and its connections broke; that host's output "
         "says why, and `llmscale doctor --hostfile FILE` checks the network"

@@ -32,13 +32,19 @@ if TYPE_CHECKING:
 REPORTS_VARIABLE = "LLMSCALE_REPORTS"
 #: Makes a rank write the stack of each of its threads.
 STACKS_SIGNAL = signal.SIGUSR2
+#: Exit status of a rank that hung.
+HUNG_STATUS = 76
+_POLL_S = 0.5
+#: Time that the stacks may take, and that the other ranks have to write theirs before this one's end breaks them.
+_STACKS_S = 5.0
 
 
 class Heartbeat:
     """Heartbeats of this rank. Without a pipe they are noted only."""
 
     def __init__(self, pipe: int | None, rank: int) -> None:
-        self._pipe, self._rank = pipe, rank
+        self._pipe = pipe
+        self._rank = rank
         self.phase = "starting"
         """"starting", "training", "stopped", "finished" or "failed"."""
         self.step: int | None = None
@@ -78,13 +84,15 @@ class Heartbeat:
 
     def beat(self, phase: str, step: int | None = None) -> None:
         """Note progress: `phase` is "starting", "training" or "stopped"; `step` counts finished optimizer steps."""
-        self.phase, self.step = phase, step
+        self.phase = phase
+        self.step = step
         self.count += 1
         self._report()
 
     def fail(self, failure: str) -> None:
         """Report an error before the end of this process breaks the connections of other ranks."""
-        self.phase, self.lost_peer = "failed", names_lost_peer(failure)
+        self.phase = "failed"
+        self.lost_peer = names_lost_peer(failure)
         self._report()
 
     def end(self, exit_code: int) -> None:
@@ -118,12 +126,6 @@ class Heartbeat:
 
 # ---------------------------------------------------------------- the watchdog
 
-#: Exit status of a rank that hung.
-HUNG_STATUS = 76
-_POLL_S = 0.5
-#: Time that the stacks may take, and that the other ranks have to write theirs before this one's end breaks them.
-_STACKS_S = 5.0
-
 
 def watch(heartbeat: Heartbeat, config: RunConfig, rank: int, tell: Callable[[int, str], None]) -> None:
     """End this process if a start or a step takes longer than its limit, from now on until the last heartbeat.
@@ -138,12 +140,16 @@ def stacks_path(run: Path, rank: int) -> Path:
 
 
 def _watch(heartbeat: Heartbeat, config: RunConfig, rank: int, tell: Callable[[int, str], None]) -> None:
-    count, silent_s = heartbeat.count, 0.0
+    count = heartbeat.count
+    silent_s = 0.0
     while not heartbeat.has_ended:
         time.sleep(_POLL_S)
         # Counted, not measured: it stands still while the process is stopped.
         count, silent_s = heartbeat.count, (silent_s + _POLL_S if count == heartbeat.count else 0.0)
-        limit_s = config.start_timeout_s if heartbeat.step is None else config.hang_timeout_s
+        if heartbeat.step is None:
+            limit_s = config.start_timeout_s
+        else:
+            limit_s = config.hang_timeout_s
         if limit_s and silent_s > limit_s and not heartbeat.has_ended:
             _end(heartbeat, config.run, rank, silent_s, tell)
 

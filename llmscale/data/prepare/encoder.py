@@ -77,7 +77,10 @@ class ReferenceEncoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self.name = "tokenizers" if isinstance(tokenizer, HuggingFaceTokenizer) else "tiktoken"
+        if isinstance(tokenizer, HuggingFaceTokenizer):
+            self.name = "tokenizers"
+        else:
+            self.name = "tiktoken"
 
     def encode(self, texts: Sequence[str]) -> list[TokenArray]:
         if not self._tokenizer.newline_is_a_border:
@@ -110,7 +113,8 @@ class GigatokenEncoder:
             self._native, _ = _load(self._tokenizer)
         # Only the two NumPy arrays of the Awkward array are used. parallel=False, as its threads have no limit.
         layout = self._native.encode_batch(list(texts), parallel=False).layout
-        tokens, ends = layout.content.data, layout.offsets.data
+        tokens = layout.content.data
+        ends = layout.offsets.data
         arrays = [tokens[begin:end] for begin, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)]
         doubtful = [place for place, text in enumerate(texts) if self._is_nfc and _NFC_MAY_CHANGE.search(text)]
         if self._never is not None and len(tokens) and self._never[tokens].any():
@@ -128,7 +132,8 @@ def choose_encoder(tokenizer: Tokenizer, wanted: EncoderName, first_texts: Seque
     reference = ReferenceEncoder(tokenizer)
     if wanted == "reference":
         return reference, ""
-    why_not, is_bpe = "it encodes byte-level BPE only", False
+    why_not = "it encodes byte-level BPE only"
+    is_bpe = False
     if isinstance(tokenizer, (TiktokenTokenizer, HuggingFaceTokenizer)) and tokenizer.spec != CHARACTERS:
         is_bpe = True
         try:
@@ -166,7 +171,10 @@ def _load(tokenizer: TiktokenTokenizer | HuggingFaceTokenizer) -> tuple[BPEToken
     """Return gigatoken's tokenizer and whether the tokenizer uses NFC. Raises ImportError, _Unfit."""
     from gigatoken import gigatoken_rs
 
-    record = {} if isinstance(tokenizer, TiktokenTokenizer) else tokenizer.plain_record()
+    if isinstance(tokenizer, TiktokenTokenizer):
+        record = {}
+    else:
+        record = tokenizer.plain_record()
     normalizer = record.get("normalizer")
     is_nfc = normalizer == {"type": "NFC"}
     if normalizer is not None and not is_nfc:

@@ -24,6 +24,15 @@ from llmscale.data.shards.verify_shards import check_files
 from llmscale.errors import DataError, write_failure
 from llmscale.files.atomic_write import sync_path, write_durably
 
+#: Incremented when the meaning of the folder's files changes.
+_VERSION = 7
+_REQUEST_NAME = "request.json"
+_STATE_NAME = "state.json"
+_LOCK_NAME = "lock"
+_ARRAY_KEY = "llmscale array"
+#: Bytes kept of each record.
+_KEPT_BYTES = 1 << 20
+
 
 @contextmanager
 def new_folder(out: Path, *, replace: bool) -> Iterator[Path]:
@@ -142,12 +151,6 @@ def sync_tree(folder: Path) -> None:
         sync_path(path)
 
 
-#: Incremented when the meaning of the folder's files changes.
-_VERSION = 7
-_REQUEST_NAME, _STATE_NAME, _LOCK_NAME = "request.json", "state.json", "lock"
-_ARRAY_KEY = "llmscale array"
-
-
 def work_folder_of(out: Path, purpose: str = "prepare") -> Path:
     """Return the folder in which `out` is made."""
     return out.parent / f".{out.name}.partial-{purpose}"
@@ -229,7 +232,8 @@ def open_work_folder(out: Path, request: Mapping[str, object], purpose: str = "p
                     f"Another process is writing {out} (on {socket.gethostname()} or a host that shares its disk). "
                     "Wait for it, or choose another --out."
                 )
-            work, is_done = WorkFolder(path, request), False
+            work = WorkFolder(path, request)
+            is_done = False
             try:
                 yield work
                 is_done = True
@@ -328,10 +332,6 @@ def describe_differences(there: Mapping[str, object], request: Mapping[str, obje
     )
 
 
-#: Bytes kept of each record.
-_KEPT_BYTES = 1 << 20
-
-
 def rejected_path(out: Path) -> Path:
     """Return the path of the file of rejected records, beside the dataset."""
     return out.parent / f"{out.name}.rejected.jsonl"
@@ -355,7 +355,8 @@ class RejectedRecords:
                 f"{self.path} holds {num_records:,} records that were rejected before the interruption, more than "
                 f"--max-rejected {self._most}. To resume, give --max-rejected {num_records} or more."
             )
-        self.size_bytes, self.num_records = size_bytes, num_records
+        self.size_bytes = size_bytes
+        self.num_records = num_records
         if size_bytes:
             os.truncate(self.path, size_bytes)
         else:
@@ -378,7 +379,10 @@ class RejectedRecords:
             self.num_records += len(allowed)
         if len(allowed) < len(rejected):
             first = rejected[len(allowed)]
-            count = f" {self._most:,} were rejected before it, the limit." if self._most else ""
+            if self._most:
+                count = f" {self._most:,} were rejected before it, the limit."
+            else:
+                count = ""
             remedy = f"To skip such records, give --max-rejected {max(100, 10 * self._most)}"
             remedy += " or --skip-undecodable" * first.is_undecodable
             raise DataError(f"{first.describe()}{count} {remedy}.")

@@ -16,7 +16,8 @@ Tokens = NDArray[np.unsignedinteger]
 Windows = NDArray[np.unsignedinteger]
 
 #: Documents that wait for a row in which they fit, as in nanochat, and their tokens, which bound memory.
-_MOST_WAITING, _MOST_WAITING_TOKENS = 1024, 1 << 22
+_MOST_WAITING = 1024
+_MOST_WAITING_TOKENS = 1 << 22
 #: Rows that the waiting documents fill at least, so that there is a choice at every row.
 _LEAST_WAITING_ROWS = 4
 
@@ -62,7 +63,8 @@ class StreamPacking:
     num_cropped = 0
 
     def __init__(self, seq_len: int, state: PackingState) -> None:
-        self._seq_len, self._rest = seq_len, state.tokens
+        self._seq_len = seq_len
+        self._rest = state.tokens
         self._has_windows = len(state.lengths) > 0
 
     def cut(self, tokens: Tokens) -> Windows:
@@ -94,7 +96,9 @@ class BestFitPacking:
     """
 
     def __init__(self, seq_len: int, dtype: TokenDtype, eot_token: int, state: PackingState) -> None:
-        self._seq_len, self._dtype, self._eot_token = seq_len, np.dtype(dtype), eot_token
+        self._seq_len = seq_len
+        self._dtype = np.dtype(dtype)
+        self._eot_token = eot_token
         self._whole: list[Tokens] = []
         """Complete documents, by ascending length."""
         self._ends: list[Tokens] = []
@@ -135,7 +139,10 @@ class BestFitPacking:
         """Return the rows that a document fills alone, and let the rest of it wait."""
         windows = _consecutive(document, self._seq_len)
         # Not with the token that two windows share: in another row it would be a target again.
-        rest = document[len(windows) * self._seq_len + 1 :] if len(windows) else document
+        if len(windows):
+            rest = document[len(windows) * self._seq_len + 1 :]
+        else:
+            rest = document
         if len(rest):
             insort(self._ends if len(windows) else self._whole, rest.copy(), key=len)
             self._num_waiting += len(rest)
@@ -143,7 +150,8 @@ class BestFitPacking:
 
     def _fill_row(self) -> Windows:
         """Return a row [1, T + 1] of waiting documents, which must hold as many tokens."""
-        row, place = np.empty(self._seq_len + 1, self._dtype), 0
+        row = np.empty(self._seq_len + 1, self._dtype)
+        place = 0
         while place < len(row):
             piece = self._take(len(row) - place, starts_row=place == 0)
             beginning = piece[: len(row) - place]
@@ -161,7 +169,8 @@ class BestFitPacking:
         fitting = [(kind, bisect_right(kind, room, key=len) - 1) for kind in kinds]
         kind, place = max(fitting, key=lambda choice: len(choice[0][choice[1]]) if choice[1] >= 0 else 0)
         if place < 0:
-            kind, place = min(kinds, key=lambda kind: len(kind[0])), 0
+            kind = min(kinds, key=lambda kind: len(kind[0]))
+            place = 0
         return kind.pop(place)
 
 
@@ -175,7 +184,9 @@ class ConversationPacking:
     num_cropped = num_tail = 0
 
     def __init__(self, seq_len: int, padding: int, state: PackingState, *, alone: bool) -> None:
-        self._length, self._padding, self._alone = seq_len + 1, padding, alone
+        self._length = seq_len + 1
+        self._padding = padding
+        self._alone = alone
         self._waiting: list[Marked] = []
         """Conversations by ascending length."""
         self.cut(state.tokens)
@@ -198,7 +209,8 @@ class ConversationPacking:
         return PackingState(np.concatenate([np.zeros(0, np.uint32), *self._waiting]))
 
     def _fill_row(self) -> Marked:
-        row, place = np.full(self._length, self._padding, np.uint32), 0
+        row = np.full(self._length, self._padding, np.uint32)
+        place = 0
         while self._waiting and (place == 0 or not self._alone):
             number = bisect_right(self._waiting, self._length - place, key=len) - 1
             if number < 0:
@@ -209,7 +221,9 @@ class ConversationPacking:
         return row
 
     def _stack(self, rows: list[Marked]) -> Windows:
-        return np.stack(rows) if rows else np.empty((0, self._length), np.uint32)
+        if rows:
+            return np.stack(rows)
+        return np.empty((0, self._length), np.uint32)
 
 
 def _consecutive(tokens: Tokens, seq_len: int) -> Windows:

@@ -199,7 +199,8 @@ class _Job:
 
     def write(self, num_workers: int, encoder: EncoderName, rejected: RejectedRecords) -> Prepared:
         """Write the shards and the manifest into the work folder. Raises DataError, OSError."""
-        state, chat = load_resume_state(self.work), self.options.chat
+        state = load_resume_state(self.work)
+        chat = self.options.chat
         rejected.resume(*(state.rejected if state else (0, 0)))
         writers = {split: self._open_writer(split, state) for split in ("train", "val")}
         with show_progress(f"Tokenising {self.source.name}") as progress:
@@ -256,7 +257,8 @@ class _Job:
         return lengths
 
     def _open_writer(self, split: str, state: ResumeState | None) -> SplitWriter:
-        options, has_marks = self.options, self.options.chat is not None
+        options = self.options
+        has_marks = self.options.chat is not None
         files = ShardFiles(
             self.work.set_folder / split,
             self.work.path / f"{split}.shards.jsonl",
@@ -282,7 +284,8 @@ class _Job:
         )
 
     def _build_packing(self, state: PackingState) -> Packing:
-        options, eot_token = self.options, self.tokenizer.eot_token
+        options = self.options
+        eot_token = self.tokenizer.eot_token
         if options.chat is not None:
             return ConversationPacking(options.seq_len, eot_token, state, alone=not options.chat.packs)
         if options.packing == "stream":
@@ -291,7 +294,8 @@ class _Job:
 
     def _write_manifest(self, mark: ReadPosition, splits: dict[str, SplitManifest], chat: ChatFacts | None) -> Manifest:
         """Write the tokenizer's files and the manifest. `mark` is the position after the last record."""
-        tokenizer, folder = self.tokenizer, self.work.set_folder
+        tokenizer = self.tokenizer
+        folder = self.work.set_folder
         manifest = Manifest(
             tokenizer=tokenizer.spec,
             tokenizer_files=_save_tokenizer(tokenizer, folder),
@@ -338,7 +342,10 @@ def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> str:
 def describe_left_out(left_out: Mapping[str, int]) -> Iterator[str]:
     """Yield a line for each reason for which conversations were left out."""
     for reason, count in sorted(left_out.items(), key=lambda item: -item[1]):
-        remedy = " (--seq-len gives longer rows, --truncate cuts them)" if reason == TOO_LONG else ""
+        if reason == TOO_LONG:
+            remedy = " (--seq-len gives longer rows, --truncate cuts them)"
+        else:
+            remedy = ""
         yield f"Left out {count_nouns(count, 'conversation')} {reason}{remedy}."
 
 

@@ -48,7 +48,8 @@ _JOURNAL_NAME = "uploaded.txt"
 #: Files that a new dataset on the Hub has.
 _HUB_NAMES = (".gitattributes", "README.md")
 #: Concurrent uploads, and most finished shards on this disk, those included.
-_THREADS, _MOST_WAITING = 2, 4
+_THREADS = 2
+_MOST_WAITING = 4
 _REMEDY = "Finished work stays on this disk and in the store: once it can be reached, the same command continues."
 #: Names that `prepare` writes below a URL.
 _OURS = re.compile(
@@ -142,7 +143,8 @@ class RemoteSet(Destination):
 
     def begin(self, work: WorkFolder, request: PrepareRequest) -> None:
         """Upload the marker, which also tests the permission to write."""
-        self._folder, self._journal = work.set_folder, work.path / _JOURNAL_NAME
+        self._folder = work.set_folder
+        self._journal = work.path / _JOURNAL_NAME
         if not self._is_begun and self._journal.exists():
             work.begin_anew()  # the uploaded shards are neither here nor in the store
         if self._journal.exists():

@@ -34,6 +34,18 @@ from llmscale.data.shards.token_shards import are_targets, ids_of, to_rows
 from llmscale.data.shards.verify_shards import INDEX_NAME
 from llmscale.files.atomic_write import write_durably
 
+#: Shards in memory during compression and writing.
+_MOST_UNDER_WAY = 2
+#: Bytes of windows in memory that make a run; sorting and writing it takes as much again.
+BUFFER_BYTES = 128 << 20
+#: Separates the keys from the sample order's at equal seeds.
+_DOMAIN = 0x5713_0A7E_55AF_F1ED
+#: Windows copied at once.
+_PIECE_WINDOWS = 1 << 12
+_KEY_BYTES = 8
+#: Tokens that are collected before windows are cut.
+_BUFFER_TOKENS = 1 << 18
+
 
 class _File(TypedDict):
     """A file in Streaming's index.json."""
@@ -49,10 +61,6 @@ class Entry(TypedDict):
     samples: int
     raw_data: _File
     zip_data: _File | None
-
-
-#: Shards in memory during compression and writing.
-_MOST_UNDER_WAY = 2
 
 
 class ShardFiles:
@@ -86,7 +94,8 @@ class ShardFiles:
             **shard_columns(dtype, seq_len, has_mask=has_mask),
         }
         self._config_data = json.dumps(self._config, sort_keys=True).encode()
-        self._dtype, self._has_mask = dtype, has_mask
+        self._dtype = dtype
+        self._has_mask = has_mask
         window_bytes = (seq_len + 1) * (np.dtype(dtype).itemsize + has_mask)
         # A shard begins with its number of samples, their offsets and one more, and the configuration.
         self.windows_per_shard = (shard_bytes - 8 - len(self._config_data)) // (window_bytes + 4)
@@ -124,7 +133,10 @@ class ShardFiles:
 
     def _load_whole(self) -> list[Entry]:
         """Return the entries of shards that an interrupted run has written, and cut a torn line off the journal."""
-        contents = self._journal.read_bytes() if self._journal.exists() else b""
+        if self._journal.exists():
+            contents = self._journal.read_bytes()
+        else:
+            contents = b""
         complete = contents[: contents.rfind(b"\n") + 1]
         self._journal.write_bytes(complete)
         return [json.loads(line) for line in complete.splitlines()]
@@ -135,12 +147,14 @@ class ShardFiles:
         missing = self.windows_per_shard
         for piece in pieces:
             while len(piece):
-                part, piece = piece[:missing], piece[missing:]
+                part = piece[:missing]
+                piece = piece[missing:]
                 waiting.append(part)
                 missing -= len(part)
                 if not missing:
                     yield waiting
-                    waiting, missing = [], self.windows_per_shard
+                    waiting = []
+                    missing = self.windows_per_shard
         if waiting:
             yield waiting
 
@@ -157,7 +171,8 @@ class ShardFiles:
         head = np.uint32(num_samples).tobytes() + offsets.tobytes() + self._config_data
         contents: list[bytes | memoryview] = [head, *(np.ascontiguousarray(part).data.cast("B") for part in parts)]
         name = f"shard.{number:05}.mds"
-        raw, zip_info = _describe_contents(contents, name), None
+        raw = _describe_contents(contents, name)
+        zip_info = None
         if self._compression:
             contents = [_compress(b"".join(contents))]
             zip_info = _describe_contents(contents, f"{name}.{self._compression}")
@@ -178,16 +193,6 @@ def _describe_contents(contents: Sequence[bytes | memoryview], name: str) -> _Fi
     for part in contents:
         digest.update(part)
     return {"basename": name, "bytes": sum(map(len, contents)), "hashes": {HASH_ALGORITHM: digest.hexdigest()}}
-
-
-#: Bytes of windows in memory that make a run; sorting and writing it takes as much again.
-BUFFER_BYTES = 128 << 20
-#: Separates the keys from the sample order's at equal seeds.
-_DOMAIN = 0x5713_0A7E_55AF_F1ED
-
-#: Windows copied at once.
-_PIECE_WINDOWS = 1 << 12
-_KEY_BYTES = 8
 
 
 def window_keys(first: int, count: int, seed: int) -> UInt64Array:
@@ -222,7 +227,8 @@ class WindowShuffle:
         describes its contents after an interruption."""
         self._scratch = scratch
         self._seed = seed
-        self._window_length, self._dtype = window_length, np.dtype(dtype)
+        self._window_length = window_length
+        self._dtype = np.dtype(dtype)
         self._window_bytes = window_length * self._dtype.itemsize
         self._buffer = self._new_buffer(0)
         self._num_waiting = 0
@@ -251,7 +257,8 @@ class WindowShuffle:
         run = Run(self.run_begins[-1], self._buffer, self._num_waiting)
         if run.num_windows:
             self.run_begins.append(self.num_windows)
-            self._buffer, self._num_waiting = self._new_buffer(0), 0
+            self._buffer = self._new_buffer(0)
+            self._num_waiting = 0
         return run
 
     def write_run(self, run: Run) -> None:
@@ -347,10 +354,6 @@ def _read_into(file: BinaryIO, place: int, into: NDArray[np.generic]) -> None:
         raise OSError(errno.EIO, "windows are missing in the temporary file", file.name)
 
 
-#: Tokens that are collected before windows are cut.
-_BUFFER_TOKENS = 1 << 18
-
-
 @dataclass
 class SplitState:
     """Content of a split besides the windows on disk, to resume from."""
@@ -395,15 +398,23 @@ class SplitWriter:
         With `counts_targets` frequencies and bytes of targets are known; it takes as long as counting all tokens. With
         `has_marks`, `dtype` is uint32 and tokens have the marks of targets (token_shards.py).
         """
-        self._files, self._has_marks, self._counts_targets = files, has_marks, counts_targets
-        self._seq_len, self._dtype = seq_len, np.dtype(dtype)
+        self._files = files
+        self._has_marks = has_marks
+        self._counts_targets = counts_targets
+        self._seq_len = seq_len
+        self._dtype = np.dtype(dtype)
         state = state or SplitState(PackingState(np.zeros(0, dtype)), np.zeros(vocab_size, np.int64), 0, 0, [0])
         self._packing = build_packing(state.packing)
         self._waiting: list[Tokens] = []
         self._num_waiting = 0
-        self._counts, self.num_targets = state.counts, state.num_targets
-        self._target_counts = np.zeros(vocab_size, np.int64) if state.target_counts is None else state.target_counts
-        self.num_documents, self._num_text_bytes = state.num_documents, state.num_text_bytes
+        self._counts = state.counts
+        self.num_targets = state.num_targets
+        if state.target_counts is None:
+            self._target_counts = np.zeros(vocab_size, np.int64)
+        else:
+            self._target_counts = state.target_counts
+        self.num_documents = state.num_documents
+        self._num_text_bytes = state.num_text_bytes
         self._shuffle = WindowShuffle(
             scratch, window_length=seq_len + 1, dtype=dtype, seed=shuffle_seed, run_begins=state.run_begins
         )
@@ -487,21 +498,28 @@ class SplitWriter:
         """Return the bytes of the windows' targets: their part of the text, as the tokens' own lengths divide it."""
         if self._has_marks or not self._counts_targets:
             return None
-        of_targets, of_all = int(self._target_counts @ token_bytes), int(self._counts @ token_bytes)
-        return round(self._num_text_bytes * of_targets / of_all) if of_all else 0
+        of_targets = int(self._target_counts @ token_bytes)
+        of_all = int(self._counts @ token_bytes)
+        if of_all:
+            return round(self._num_text_bytes * of_targets / of_all)
+        return 0
 
     def _add_windows(self, windows: Windows) -> None:
         """Add windows [n, T + 1], and count their targets: in text all tokens but the first of each."""
         if self._counts_targets:
             targets = windows[:, 1:]
-            targets = ids_of(targets[are_targets(targets)]) if self._has_marks else targets.ravel()
+            if self._has_marks:
+                targets = ids_of(targets[are_targets(targets)])
+            else:
+                targets = targets.ravel()
             self._target_counts += np.bincount(targets, minlength=len(self._target_counts))
         self._shuffle.add(windows)
 
     def _cut_windows(self) -> None:
         """Count the waiting tokens and pack them."""
         tokens = np.concatenate([np.zeros(0, self._dtype), *self._waiting])
-        self._waiting, self._num_waiting = [], 0
+        self._waiting = []
+        self._num_waiting = 0
         ids = tokens
         if self._has_marks:
             ids = ids_of(tokens)

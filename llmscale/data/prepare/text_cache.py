@@ -95,7 +95,10 @@ class TextRequest:
 
         check_data_sets([self.text])
         source.check()
-        given = load_tokenizer(self.tokenizer) if self.tokenizer not in (None, CHARACTERS) else None
+        if self.tokenizer not in (None, CHARACTERS):
+            given = load_tokenizer(self.tokenizer)
+        else:
+            given = None
         vocab_size = self._vocab_size(source)
         vocabulary = given.sha256 if given else self.tokenizer or vocab_size
         folder = cache / _hash(_hash_contents(source), vocabulary, self.seq_len, self.skip_undecodable)
@@ -121,13 +124,18 @@ class TextRequest:
     def _vocab_size(self, source: Source) -> int | None:
         """Return the size of a vocabulary for a text; None for one that is read as bytes."""
         num_entries = (source.total_bytes or sys.maxsize) // _BYTES_PER_ENTRY
-        return min(self.most_vocab, 1 << num_entries.bit_length() - 1) if num_entries >= LEAST_VOCAB else None
+        if num_entries >= LEAST_VOCAB:
+            return min(self.most_vocab, 1 << num_entries.bit_length() - 1)
+        return None
 
     def _describe_vocabulary(self, vocab_size: int | None) -> str:
         if vocab_size is None:
             return "bytes, for so little text"
         is_limited = vocab_size == self.most_vocab < MOST_VOCAB
-        why = "the most for the model's size" if is_limited else "as many as the text suffices for"
+        if is_limited:
+            why = "the most for the model's size"
+        else:
+            why = "as many as the text suffices for"
         return f"of {vocab_size:,} tokens, {why}, trained on it"
 
     def _train(self, source: Source, vocab_size: int | None, folder: Path) -> Tokenizer:
@@ -146,7 +154,10 @@ class TextRequest:
     def _tokenizer_files(self) -> list[list[object]]:
         """Return names, sizes and times of a tokenizer's own files."""
         path = Path(self.tokenizer or "-")
-        files = sorted(path.iterdir()) if path.is_dir() else [path] * path.exists()
+        if path.is_dir():
+            files = sorted(path.iterdir())
+        else:
+            files = [path] * path.exists()
         return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
 
 

@@ -33,6 +33,27 @@ from llmscale.data.tokenizers.tokenizer import TokenArray, Tokenizer, letters_of
 from llmscale.errors import DataError
 from llmscale.terminal.progress import Progress
 
+#: Characters per batch.
+BATCH_CHARACTERS = 1 << 20
+#: Most records per batch, for nearly empty ones.
+_MOST_RECORDS = 1 << 14
+#: Reasons by which conversations left out are counted: those with a text of the data's are as many as it likes.
+_MOST_REASONS = 20
+#: Tokens whose bytes are looked up at a time.
+_PIECE_TOKENS = 1 << 20
+#: Most tokens in memory (256 MiB) while documents wait for a window of validation.
+MOST_WAITING_TOKENS = 1 << 26
+#: Separates hashes of tokens from those of texts.
+_TOKENS_SEED = 0x70C5
+#: Separates the scores from the sample order's keys at equal seeds.
+_DOMAIN = 0x5B11_7C0D_E5A1_D09E
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+#: Batches in flight per worker, enough to keep it busy while others read and write.
+READ_AHEAD = 3
+#: Most work that an interruption loses, once no document waits for validation.
+CHECKPOINT_INTERVAL_S = 30.0
+
 
 @dataclass(frozen=True)
 class ResumeState:
@@ -60,7 +81,8 @@ def load_resume_state(work: WorkFolder) -> ResumeState | None:
     saved = work.load_state()
     if saved is None:
         return None
-    mark, splits = saved.pop("mark"), saved.pop("splits")
+    mark = saved.pop("mark")
+    splits = saved.pop("splits")
     return ResumeState(
         mark=ReadPosition(**{**mark, "place": tuple(mark["place"])}),
         splits={
@@ -68,12 +90,6 @@ def load_resume_state(work: WorkFolder) -> ResumeState | None:
         },
         **saved,
     )
-
-
-#: Characters per batch.
-BATCH_CHARACTERS = 1 << 20
-#: Most records per batch, for nearly empty ones.
-_MOST_RECORDS = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -110,8 +126,13 @@ def gather(source: Source, rules: TokenRules | None, mark: ReadPosition) -> Gene
     """Yield the documents of a source after `mark` in batches; empty ones are counted. Tokens need `rules`."""
     if mark.is_end:
         return
-    batch, num_records, place, num_empty, num_rejected = Batch(), 0, mark.place, mark.num_empty, mark.num_rejected
-    source.num_cut, source.skipped = mark.num_cut, mark.num_skipped
+    batch = Batch()
+    num_records = 0
+    place = mark.place
+    num_empty = mark.num_empty
+    num_rejected = mark.num_rejected
+    source.num_cut = mark.num_cut
+    source.skipped = mark.num_skipped
 
     def position(*, is_end: bool) -> ReadPosition:
         counts = num_empty, num_rejected, source.num_cut, source.skipped
@@ -132,7 +153,8 @@ def gather(source: Source, rules: TokenRules | None, mark: ReadPosition) -> Gene
         if batch.size >= BATCH_CHARACTERS or num_records == _MOST_RECORDS:
             batch.mark = position(is_end=False)
             yield batch
-            batch, num_records = Batch(), 0
+            batch = Batch()
+            num_records = 0
     batch.mark = position(is_end=True)
     yield batch
 
@@ -170,14 +192,12 @@ class TokenisedBatch:
     def tokens_of(self, first: int, end: int) -> Tokens:
         """Return the tokens of documents first .. end - 1. A small part is copied, so that the rest can be freed."""
         part = self.tokens[self.begins[first] : self.begins[end]]
-        return part if 2 * len(part) > len(self.tokens) else part.copy()
+        if 2 * len(part) > len(self.tokens):
+            return part
+        return part.copy()
 
     def document(self, number: int) -> TokenisedDocument:
         return TokenisedDocument(self.tokens_of(number, number + 1), self.num_text_bytes[number])
-
-
-#: Reasons by which conversations left out are counted: those with a text of the data's are as many as it likes.
-_MOST_REASONS = 20
 
 
 class BatchTokeniser:
@@ -194,7 +214,9 @@ class BatchTokeniser:
             return self._render(batch, self._encoder)
         texts = [document for document in batch.documents if isinstance(document, str)]
         encoded = iter(self._encoder.encode(texts))
-        parts, num_text_bytes, hashes = [], [], []
+        parts = []
+        num_text_bytes = []
+        hashes = []
         for document in batch.documents:
             if isinstance(document, str):
                 parts.append(next(encoded))
@@ -211,7 +233,8 @@ class BatchTokeniser:
         """Tokenise conversations, which have no other ends than those of the template."""
         left_out: Counter[str] = Counter()
         rejected = list(batch.rejected)
-        parts, hashes = [np.zeros(0, np.uint32)], []
+        parts = [np.zeros(0, np.uint32)]
+        hashes = []
         documents = [document for document in batch.documents if isinstance(document, str)]
         if len(documents) < len(batch.documents):
             raise DataError("--chat reads conversations, and --input holds tokens. Leave out --chat for tokens.")
@@ -256,15 +279,12 @@ def bytes_of_tokens(tokenizer: Tokenizer) -> NDArray[np.int64]:
     return lengths
 
 
-#: Tokens whose bytes are looked up at a time.
-_PIECE_TOKENS = 1 << 20
-
-
 def cut_document(
     document: TokenisedDocument, num_tokens: int, tokenizer: Tokenizer
 ) -> tuple[TokenisedDocument, TokenisedDocument]:
     """Return the first `num_tokens` tokens and the rest as two documents, each with end-of-text and its own bytes."""
-    tokens, lengths = document.tokens, bytes_of_tokens(tokenizer)
+    tokens = document.tokens
+    lengths = bytes_of_tokens(tokenizer)
 
     def count(part: Tokens) -> int:
         pieces = (part[first : first + _PIECE_TOKENS] for first in range(0, len(part), _PIECE_TOKENS))
@@ -279,14 +299,6 @@ def cut_document(
         TokenisedDocument(np.append(tokens[:num_tokens], tokens[-1:]), num_bytes),
         TokenisedDocument(tokens[num_tokens:], document.num_text_bytes - num_bytes),
     )
-
-
-#: Most tokens in memory (256 MiB) while documents wait for a window of validation.
-MOST_WAITING_TOKENS = 1 << 26
-#: Separates hashes of tokens from those of texts.
-_TOKENS_SEED = 0x70C5
-#: Separates the scores from the sample order's keys at equal seeds.
-_DOMAIN = 0x5B11_7C0D_E5A1_D09E
 
 
 def hash_text(text: str) -> bytes:
@@ -347,15 +359,20 @@ class SplitAssigner:
         """Return the documents that need not wait any longer, with their splits."""
         self._waiting.append((score, document))
         self._num_tokens[self._split(score)] += document.num_tokens
-        train, val = self._num_tokens["train"], self._num_tokens["val"]
+        train = self._num_tokens["train"]
+        val = self._num_tokens["val"]
         if min(train, val) >= self._window and val <= max(0.5, 2 * self._val_fraction) * (train + val):
             self.is_settled = True
             return self._by_score()
-        return self._divide("the text's first") if train + val > MOST_WAITING_TOKENS else []
+        if train + val > MOST_WAITING_TOKENS:
+            return self._divide("the text's first")
+        return []
 
     def finish(self) -> Sequence[tuple[str, TokenisedDocument]]:
         """Return the documents that still wait."""
-        return [] if self.is_settled else self._divide("the text's")
+        if self.is_settled:
+            return []
+        return self._divide("the text's")
 
     def _split(self, score: float) -> str:
         return "val" if score < self._val_fraction else "train"
@@ -372,7 +389,8 @@ class SplitAssigner:
         while not self._keeps_order and place < len(self._waiting) and self._waiting[place][0] >= self._val_fraction:
             scored = self._waiting[place]
             if not lowest or scored[0] < lowest[0][0]:
-                before, lowest = before + lowest, [scored]
+                before = before + lowest
+                lowest = [scored]
             elif scored[0] == lowest[0][0]:
                 lowest.append(scored)
             else:
@@ -402,12 +420,6 @@ class SplitAssigner:
             "choose whole ones by --val-fraction and --seed."
         )
         return divided
-
-
-_T = TypeVar("_T")
-_R = TypeVar("_R")
-#: Batches in flight per worker, enough to keep it busy while others read and write.
-READ_AHEAD = 3
 
 
 def ordered_parallel_map(
@@ -458,10 +470,6 @@ def ordered_parallel_map(
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-#: Most work that an interruption loses, once no document waits for validation.
-CHECKPOINT_INTERVAL_S = 30.0
-
-
 class SplitRouter:
     """Routes documents to the writers of their splits, and saves state to resume from."""
 
@@ -485,13 +493,22 @@ class SplitRouter:
         With `keeps_order` documents of a split stay in the order of the text. With `is_always_kept` the final state is
         saved even after a short run.
         """
-        self._writers, self._work, self._rejected, self._seed = writers, work, rejected, seed
-        cut = functools.partial(cut_document, tokenizer=tokenizer) if cuts_documents else None
+        self._writers = writers
+        self._work = work
+        self._rejected = rejected
+        self._seed = seed
+        if cuts_documents:
+            cut = functools.partial(cut_document, tokenizer=tokenizer)
+        else:
+            cut = None
         self._assigner = SplitAssigner(val_fraction, window, cut, keeps_order=keeps_order)
-        self.mark, self._left_out = ReadPosition(), Counter[str]()
+        self.mark = ReadPosition()
+        self._left_out = Counter[str]()
         if state is not None:
-            self._assigner.is_settled, self._assigner.note = True, state.note
-            self.mark, self._left_out = state.mark, Counter(state.left_out)
+            self._assigner.is_settled = True
+            self._assigner.note = state.note
+            self.mark = state.mark
+            self._left_out = Counter(state.left_out)
         self._has_runs = is_always_kept or state is not None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="write")
         self._under_way: tuple[Future[None], ResumeState] | None = None
@@ -551,7 +568,8 @@ class SplitRouter:
     def _keep(self, *, is_read: bool) -> None:
         """Start writing the windows in memory, after which the current state is saved."""
         self._wait()
-        self._has_runs, self._kept_s = True, time.monotonic()
+        self._has_runs = True
+        self._kept_s = time.monotonic()
         taken = {name: writer.take_run() for name, writer in self._writers.items()}
 
         def write() -> None:

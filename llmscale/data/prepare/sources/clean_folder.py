@@ -56,7 +56,9 @@ def parse_clean_manifest(contents: bytes, where: str) -> dict[str, object] | Non
 def request_of(manifest: dict[str, object]) -> dict[str, object]:
     """Return the settings by flag; empty for a damaged manifest."""
     request = manifest.get("request")
-    return cast(dict[str, object], request) if isinstance(request, dict) else {}
+    if isinstance(request, dict):
+        return cast(dict[str, object], request)
+    return {}
 
 
 def without_removed(files: Iterable[_P], root: PurePath, is_cleaned: Callable[[PurePath], bool]) -> list[_P]:
@@ -68,7 +70,9 @@ def without_removed(files: Iterable[_P], root: PurePath, is_cleaned: Callable[[P
     folders = {path.parent for path in paths if path.name == MANIFEST_NAME}
     folders |= {path.parent.parent for path in paths if path.parent.name == REMOVED_FOLDER}
     cleaned: set[PurePath] = {folder for folder in folders if folder.is_relative_to(root) and is_cleaned(folder)}
-    return [path for path in paths if _is_document(path, cleaned)] if cleaned else paths
+    if cleaned:
+        return [path for path in paths if _is_document(path, cleaned)]
+    return paths
 
 
 def _is_document(path: PurePath, cleaned: set[PurePath]) -> bool:

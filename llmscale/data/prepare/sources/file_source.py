@@ -54,7 +54,13 @@ from llmscale.errors import DataError
 #: Most files that are opened to find out whether records have fields.
 _MOST_LOOKED_AT = 1000
 #: Most files, and most bytes of them, that are read to find out which cannot be read.
-_MOST_CHECKED, _MOST_CHECKED_BYTES = 10_000, 1 << 30
+_MOST_CHECKED = 10_000
+_MOST_CHECKED_BYTES = 1 << 30
+#: Files that `datasets` writes beside those of save_to_disk: the list of splits, and that of a split's files.
+SPLITS_NAME = "dataset_dict.json"
+STATE_NAME = "state.json"
+STDIN = "-"
+_CHUNK_BYTES = 1 << 20
 
 
 class FileSource(Source):
@@ -80,7 +86,8 @@ class FileSource(Source):
         self.read_bytes = sum(file.size_bytes for file in self.files[:first])
         is_empty = not start and not self._is_part
         for number in range(first, len(self.files)):
-            file, done_bytes = self.files[number], self.read_bytes
+            file = self.files[number]
+            done_bytes = self.read_bytes
             try:
                 for record in without_undecodable(self, self._read(number, done, rules), self._options):
                     is_empty = False
@@ -90,13 +97,15 @@ class FileSource(Source):
                     raise join_errors([error, *self._errors_from(number + 1)]) from None
                 self.skipped += 1
                 pass_over(self.passed_over, UNDECODABLE, PurePath(file.relative))
-            self.read_bytes, done = done_bytes + file.size_bytes, 0
+            self.read_bytes = done_bytes + file.size_bytes
+            done = 0
         if is_empty and self.passed_over:
             raise DataError(f"--input {self.name} has no text. {' '.join(describe_passed_over(self.passed_over))}")
 
     def _read(self, number: int, done: int, rules: TokenRules | None) -> Iterator[Record]:
         """Yield the records of a file after the first `done`."""
-        file, begin_bytes = self.files[number], self.read_bytes
+        file = self.files[number]
+        begin_bytes = self.read_bytes
         with opened(file) as raw, self._opened_contents(file, raw) as (kind, contents):
             options = self._options
             if kind is TAR:
@@ -139,7 +148,9 @@ class FileSource(Source):
                         if kind is not TEXT:
                             break
         except FileError as error:
-            return None if isinstance(error, UndecodableError) and self._options.skip_undecodable else error
+            if isinstance(error, UndecodableError) and self._options.skip_undecodable:
+                return None
+            return error
         except DataError:  # reported when it is read
             pass
         return None
@@ -184,9 +195,10 @@ def open_files(
     else:
         files, options = _choose(_of_split(files, options, spec, passed_over), options, passed_over)
     if not files:
-        wanted = (
-            f"match --glob '{glob}'" if glob else "have a known suffix (.txt, .jsonl, .parquet, .csv, ...; .gz, .zst)"
-        )
+        if glob:
+            wanted = f"match --glob '{glob}'"
+        else:
+            wanted = "have a known suffix (.txt, .jsonl, .parquet, .csv, ...; .gz, .zst)"
         notes = " ".join(describe_passed_over(passed_over))
         raise DataError(f"--input {spec}: none of its files {wanted}. {notes}".rstrip())
     source = FileSource(spec, files, options)
@@ -198,7 +210,8 @@ def _choose(
     files: Sequence[InputFile], options: ReadOptions, passed_over: set[PassedOver]
 ) -> tuple[list[InputFile], ReadOptions]:
     """Return the files of a folder that are read, and options with that choice; add the others to `passed_over`."""
-    known, chosen = [], []
+    known = []
+    chosen = []
     for file in files:
         kind = format_of(PurePath(file.relative))
         if kind is not None and kind.in_folders:
@@ -213,10 +226,6 @@ def _choose(
             reason = BESIDE_RECORDS if choice.are_records else BESIDE_TEXT
             pass_over(passed_over, reason, PurePath(file.relative))
     return chosen, replace(options, choice=choice)
-
-
-#: Files that `datasets` writes beside those of save_to_disk: the list of splits, and that of a split's files.
-SPLITS_NAME, STATE_NAME = "dataset_dict.json", "state.json"
 
 
 def _of_split(
@@ -251,7 +260,10 @@ class ConcatSource(Source):
         self._sources = sources
         self.name = ", ".join(source.name for source in sources)
         sizes = [source.total_bytes for source in sources]
-        self.total_bytes = None if None in sizes else sum(size or 0 for size in sizes)
+        if None in sizes:
+            self.total_bytes = None
+        else:
+            self.total_bytes = sum(size or 0 for size in sizes)
 
     @property
     def passed_over(self) -> set[PassedOver]:  # type: ignore[override]  # known at the end
@@ -262,14 +274,18 @@ class ConcatSource(Source):
         before = sum(source.total_bytes or 0 for source in self._sources[:first])
         for number, source in enumerate(self._sources[first:], start=first):
             source.skipped = source.num_cut = 0
-            skipped, num_cut = self.skipped, self.num_cut
+            skipped = self.skipped
+            num_cut = self.num_cut
             for record in source.records(inner, rules):
                 self.read_bytes = before + source.read_bytes
-                self.skipped, self.num_cut = skipped + source.skipped, num_cut + source.num_cut
+                self.skipped = skipped + source.skipped
+                self.num_cut = num_cut + source.num_cut
                 record.place = (number, *record.place)
                 yield record
-            self.skipped, self.num_cut = skipped + source.skipped, num_cut + source.num_cut
-            before, inner = before + source.read_bytes, ()
+            self.skipped = skipped + source.skipped
+            self.num_cut = num_cut + source.num_cut
+            before = before + source.read_bytes
+            inner = ()
 
     def check(self) -> None:
         for source in self._sources:
@@ -287,10 +303,6 @@ class ConcatSource(Source):
         return hashlib.sha256(" ".join(source.fingerprint() for source in self._sources).encode()).hexdigest()
 
 
-STDIN = "-"
-_CHUNK_BYTES = 1 << 20
-
-
 class StandardInput(InputFile):
     """Standard input, copied to an unnamed file in TMPDIR so that it can be read again; its version is the sha256."""
 
@@ -298,7 +310,8 @@ class StandardInput(InputFile):
         """Read stdin to its end. Raises DataError: a terminal, empty, disk full."""
         if sys.stdin is None or sys.stdin.isatty():
             raise DataError("--input - reads standard input, which is a terminal. Pipe the text in.")
-        digest, self.size_bytes = hashlib.sha256(), 0
+        digest = hashlib.sha256()
+        self.size_bytes = 0
         self._file = tempfile.TemporaryFile()  # noqa: SIM115  # kept as long as the source
         try:
             while chunk := sys.stdin.buffer.read(_CHUNK_BYTES):
@@ -312,7 +325,9 @@ class StandardInput(InputFile):
             ) from None
         if not self.size_bytes:
             raise DataError("--input - reads standard input, which is empty.")
-        self.name, self.relative, self.version = "stdin", STDIN, digest.hexdigest()
+        self.name = "stdin"
+        self.relative = STDIN
+        self.version = digest.hexdigest()
 
     def open(self) -> BinaryIO:
         descriptor = os.dup(self._file.fileno())

@@ -53,6 +53,12 @@ _CHUNK_BYTES = 1 << 20
 #: A longer text file becomes several documents of at most _PIECE_CHARACTERS.
 MAX_TEXT_BYTES = 16 << 20
 _PIECE_CHARACTERS = 1 << 20
+#: Names of text files that say nothing about their contents.
+_VAGUE = frozenset({".txt", ".json"})
+#: Files of each suffix that are opened to find out whether they are records, and members of an archive that are seen.
+_MOST_LOOKED_AT = 8
+_MOST_MEMBERS = 1000
+_BUFFER_BYTES = 1 << 20
 
 
 def read_text(file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None) -> Iterator[Record]:
@@ -67,7 +73,9 @@ def read_text(file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules
 def _decode(file: BinaryIO, name: str) -> Iterator[str]:
     """Yield the parts of a text, at least one."""
     chunk = file.read(_CHUNK_BYTES)
-    parts, size_bytes, encoding = [""], 0, "utf-8-sig"
+    parts = [""]
+    size_bytes = 0
+    encoding = "utf-8-sig"
     try:
         if name.lower().endswith(".py"):
             encoding = tokenize.detect_encoding(io.BytesIO(chunk).readline)[0]
@@ -248,8 +256,6 @@ TEXT = Format(
     has_fields=False,
     are_records=_never,
 )
-#: Names of text files that say nothing about their contents.
-_VAGUE = frozenset({".txt", ".json"})
 _JSONL = Format(read_jsonl, frozenset({".jsonl", ".ndjson"}))
 _CSV = Format(read_csv, frozenset({".csv", ".tsv", ".tab"}), are_records=has_csv_column)
 _PARQUET = Format(read_parquet, frozenset({".parquet"}), magic=(0, (b"PAR1\x15",)))
@@ -318,10 +324,6 @@ def is_beside_records(kind: Format, options: ReadOptions) -> bool:
     return kind is TEXT and options.choice is not None and options.choice.are_records
 
 
-#: Files of each suffix that are opened to find out whether they are records, and members of an archive that are seen.
-_MOST_LOOKED_AT, _MOST_MEMBERS = 8, 1000
-
-
 def choose(files: Iterable[tuple[PurePath, AbstractContextManager[BinaryIO], int]], options: ReadOptions) -> Choice:
     """Choose which files of a folder or an archive are read: its records if it has any, else its text.
 
@@ -331,7 +333,8 @@ def choose(files: Iterable[tuple[PurePath, AbstractContextManager[BinaryIO], int
     num_looked_at: Counter[str] = Counter()
     records: set[str] = set()
     for path, file, size_bytes in files:
-        suffix, kind = suffix_of(path), format_of(path)
+        suffix = suffix_of(path)
+        kind = format_of(path)
         num_looked_at[suffix] += 1
         if kind is not None and kind.are_records is None:
             records.add(suffix)
@@ -371,9 +374,6 @@ def reason_of(path: PurePath) -> str:
     return f"files of unknown type{GLOB_CHOOSES}"
 
 
-_BUFFER_BYTES = 1 << 20
-
-
 class _Member(tarfile.TarInfo):
     """Refuses damaged headers, which tarfile would treat as the end."""
 
@@ -399,7 +399,10 @@ class _Contents(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         self._contents = self._contents or self._open()
-        contents = self._contents.read(len(buffer)) if self._contents else b""
+        if self._contents:
+            contents = self._contents.read(len(buffer))
+        else:
+            contents = b""
         buffer[: len(contents)] = contents
         return len(contents)
 

@@ -67,6 +67,24 @@ from llmscale.untrusted.terminal import print_visible
 HF_PREFIX = "hf:"
 #: Pauses between attempts without a record; any record restarts the sequence.
 RETRY_PAUSES_S = (1.0, 4.0, 16.0, 60.0)
+PYTHON_DOCS = "python-docs"
+#: Folders without docstrings of the library: installed packages, tests and compiled modules.
+_UNDOCUMENTED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+#: Module of the language reference that `help()` shows: one dictionary of texts.
+_REFERENCE = "pydoc_data/topics.py"
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+STDLIB = "python-stdlib"
+#: Subfolders of the standard library's folder that do not belong to it.
+_STDLIB_EXCLUDED = {"site-packages", "dist-packages", "__pycache__"}
+#: Its files that are read as text although the user's are not.
+_STDLIB_MARKUP = {".html", ".htm", ".xml", ".csv", ".tsv"}
+_LEGAL = (
+    "a file, a folder, a pattern such as 'crawl/*.jsonl.zst', s3:// or another store's URL, - for stdin, "
+    f"{PYTHON_DOCS}, hf:NAME[:CONFIG] or {STDLIB}"
+)
+#: Bytes per request; while one part is read, the next one is being fetched.
+_PART_BYTES = 8 << 20
+_BUFFER_BYTES = 1 << 20
 
 
 def check_data_sets(specs: Iterable[str]) -> None:
@@ -100,7 +118,8 @@ class HuggingFaceSource(Source):
                     document = document_of(record, self._options, where, b"", is_first=done == 0)
                     if isinstance(document, Rejected):
                         document.contents = str(record)[:10_000].encode(errors="replace")
-                    done, num_failures = done + 1, 0
+                    done = done + 1
+                    num_failures = 0
                     document.place = (done,)
                     yield document
                 return
@@ -136,14 +155,6 @@ class HuggingFaceSource(Source):
     def fingerprint(self) -> str:
         """Hash the names only; a changed copy on the Hub is not noticed."""
         return hashlib.sha256(json.dumps([self.name, self._split, self._options.text_field]).encode()).hexdigest()
-
-
-PYTHON_DOCS = "python-docs"
-#: Folders without docstrings of the library: installed packages, tests and compiled modules.
-_UNDOCUMENTED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-#: Module of the language reference that `help()` shows: one dictionary of texts.
-_REFERENCE = "pydoc_data/topics.py"
-_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class PythonDocs(Source):
@@ -204,17 +215,6 @@ def _without_tables(text: str) -> str:
     return "\n".join(line for line in text.split("\n") if not re.match(r"\s*([|+]|[-=*~^\"' ]+$)", line))
 
 
-STDLIB = "python-stdlib"
-#: Subfolders of the standard library's folder that do not belong to it.
-_STDLIB_EXCLUDED = {"site-packages", "dist-packages", "__pycache__"}
-#: Its files that are read as text although the user's are not.
-_STDLIB_MARKUP = {".html", ".htm", ".xml", ".csv", ".tsv"}
-_LEGAL = (
-    "a file, a folder, a pattern such as 'crawl/*.jsonl.zst', s3:// or another store's URL, - for stdin, "
-    f"{PYTHON_DOCS}, hf:NAME[:CONFIG] or {STDLIB}"
-)
-
-
 def open_source(
     *specs: str,
     text_field: str | None = None,
@@ -239,7 +239,10 @@ def open_source(
         text_field or ("messages" if is_chat else "text"), skip_undecodable, hf_split, is_chat=is_chat
     )
     sources = [_open_one(spec, options, glob, out) for spec in specs]
-    source = sources[0] if len(sources) == 1 else ConcatSource(sources)
+    if len(sources) == 1:
+        source = sources[0]
+    else:
+        source = ConcatSource(sources)
     if text_field is not None and not source.has_fields():
         raise DataError(
             f"--text-field '{text_field}' selects a field of JSON, CSV, Parquet, Arrow, MDS or hf: records, but "
@@ -296,7 +299,9 @@ def _open_folder(path: Path, spec: str, options: ReadOptions, glob: str | None) 
 
 
 def _is_wanted(path: PurePath, glob: str | None) -> bool:
-    return matches(path, glob) if glob is not None else format_of(path) is not None
+    if glob is not None:
+        return matches(path, glob)
+    return format_of(path) is not None
 
 
 def _is_cleaned(folder: PurePath) -> bool:
@@ -349,7 +354,8 @@ def check_apart(specs: Sequence[str], out: Path | str) -> None:
     would delete the text. Raises DataError."""
     for spec in specs:
         if is_url(spec) and isinstance(out, str):
-            ours, theirs = f"{out.rstrip('/')}/", f"{spec.rstrip('/')}/"
+            ours = f"{out.rstrip('/')}/"
+            theirs = f"{spec.rstrip('/')}/"
             if ours.startswith(theirs) or theirs.startswith(ours):
                 raise DataError(
                     f"--out {out} and --input {spec} are inside one another. Choose an --out beside the text."
@@ -380,7 +386,8 @@ def _check_file(path: Path, spec: str) -> None:
 def _open_remote(spec: str, options: ReadOptions, glob: str | None, out: str | None) -> Source:
     """Open an object, those that match a pattern and are not below `out`, MDS shards, or all files of known formats
     below a name. Raises DataError."""
-    store, root = Store(spec, for_reading=True), folder_of(spec)
+    store = Store(spec, for_reading=True)
+    root = folder_of(spec)
     objects = store.list_objects(spec)
     if out is not None and has_pattern(spec):
         objects = [stored for stored in objects if not stored.url.startswith(f"{out.rstrip('/')}/")]
@@ -428,11 +435,6 @@ def _hidden_part(path: PurePosixPath) -> PurePosixPath | None:
     return next((part for part in reversed((path, *path.parents)) if part.name.startswith(".")), None)
 
 
-#: Bytes per request; while one part is read, the next one is being fetched.
-_PART_BYTES = 8 << 20
-_BUFFER_BYTES = 1 << 20
-
-
 class RemoteFile(InputFile):
     """An object of a store."""
 
@@ -444,7 +446,8 @@ class RemoteFile(InputFile):
         self._stored = stored
         self.name = stored.url
         self.relative = stored.path.removeprefix(root).lstrip("/")
-        self.size_bytes, self.version = stored.size_bytes, stored.version
+        self.size_bytes = stored.size_bytes
+        self.version = stored.version
 
     def open(self) -> BinaryIO:
         return io.BufferedReader(_Parts(self._store, self._stored), _BUFFER_BYTES)
@@ -454,11 +457,13 @@ class _Parts(io.RawIOBase):
     """An object, read in parts with one part read ahead. Reading raises DataError once it has changed."""
 
     def __init__(self, store: Store, stored: StoredObject) -> None:
-        self._store, self._stored = store, stored
+        self._store = store
+        self._stored = stored
         self._size_bytes = stored.size_bytes
         self._stop = threading.Event()
         self._place = 0
-        self._begin, self._part = 0, b""
+        self._begin = 0
+        self._part = b""
         self._ahead: tuple[int, Future[bytes]] | None = None
 
     def readable(self) -> bool:
@@ -486,9 +491,13 @@ class _Parts(io.RawIOBase):
         return len(data)
 
     def _fetch(self, begin: int) -> bytes:
-        ahead, self._ahead = self._ahead, None
+        ahead = self._ahead
+        self._ahead = None
         is_next = begin == self._begin + len(self._part) or begin == 0
-        part = ahead[1].result() if ahead is not None and ahead[0] == begin else self._read_part(begin)
+        if ahead is not None and ahead[0] == begin:
+            part = ahead[1].result()
+        else:
+            part = self._read_part(begin)
         end = begin + len(part)
         if is_next and end < self._size_bytes:
             self._ahead = end, self._read_ahead(end)

@@ -43,6 +43,8 @@ _OBJECT_BEGINS = re.compile(r'\ufeff?\s*(\[\s*)?(?=\{\s*")')
 _TEXTS_BEGIN = re.compile(r'\ufeff?\s*\[\s*"')
 #: Parses integers as floats, which avoids Python's limit of 4,300 digits.
 _DECODER = json.JSONDecoder(parse_int=float)
+#: Rows in memory at once.
+_BATCH_ROWS = 64
 
 
 def is_jsonl(head: bytes, name: str, options: ReadOptions) -> bool:
@@ -81,7 +83,10 @@ def _not_lines(name: str, what: str, command: str) -> FileError:
 
 def read_jsonl(file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None) -> Iterator[Record]:
     """Read JSON lines. Raises DataError when the first record lacks the field."""
-    number, is_first, limit_bytes, parse_fast = 0, True, source.MAX_DOCUMENT_BYTES, _fast_parser()
+    number = 0
+    is_first = True
+    limit_bytes = source.MAX_DOCUMENT_BYTES
+    parse_fast = _fast_parser()
     while line := file.readline(limit_bytes + 1):
         number += 1
         where = f"{name}, line {number}"
@@ -91,7 +96,10 @@ def read_jsonl(file: BinaryIO, name: str, options: ReadOptions, rules: TokenRule
                 part = file.readline(_CHUNK_BYTES)
             yield Rejected(where, source.describe_too_long(), line)
             continue
-        line = line.removeprefix(_BOM) if number == 1 else line
+        if number == 1:
+            line = line.removeprefix(_BOM)
+        else:
+            line = line
         if line.isspace() or not line:
             continue
         if not line.strip(b"\0\r\n"):
@@ -174,7 +182,8 @@ class _Lines:
 
     def __next__(self) -> str:
         """Return the next line. Raises csv.Error when a row is too long."""
-        line, self._next = self._next or self._text.readline(source.MAX_DOCUMENT_BYTES + 1), ""
+        line = self._next or self._text.readline(source.MAX_DOCUMENT_BYTES + 1)
+        self._next = ""
         self.row_size += len(line)
         if self.row_size > source.MAX_DOCUMENT_BYTES:
             raise csv.Error(source.describe_too_long())
@@ -194,7 +203,8 @@ def read_csv(file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules 
     lines = _Lines(io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline=""))
     # The limit of one value holds for the process; its default is 128 KiB.
     csv.field_size_limit(source.MAX_DOCUMENT_BYTES)
-    field, number = options.text_field, 0
+    field = options.text_field
+    number = 0
     try:
         rows = csv.reader(lines, delimiter=_delimiter_of(lines.first, field))
         if (header := next(rows, None)) is None:
@@ -251,7 +261,9 @@ def _header_of(head: bytes, options: ReadOptions) -> list[str]:
 def _delimiter_of(header: str, field: str) -> str:
     """Return the delimiter for which a header names the field; else the one that it has most of."""
     fitting = [one for one in ",\t;|" if field in _split_header(header, one)]
-    return fitting[0] if fitting else max(",\t;|", key=header.count)
+    if fitting:
+        return fitting[0]
+    return max(",\t;|", key=header.count)
 
 
 def _split_header(header: str, delimiter: str) -> list[str]:
@@ -259,10 +271,6 @@ def _split_header(header: str, delimiter: str) -> list[str]:
         return next(csv.reader([header.rstrip("\r\n")], delimiter=delimiter), [])
     except csv.Error:  # a value beyond the limit, or a line break alone
         return []
-
-
-#: Rows in memory at once.
-_BATCH_ROWS = 64
 
 
 def read_parquet(file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None) -> Iterator[Record]:
@@ -306,7 +314,10 @@ def _parquet_batches(file: BinaryIO, name: str, options: ReadOptions) -> Iterato
     from pyarrow import parquet
 
     table = parquet.ParquetFile(_seekable(file, name))
-    column = None if options.is_chat else _find_column(table.schema_arrow, options.text_field, name)
+    if options.is_chat:
+        column = None
+    else:
+        column = _find_column(table.schema_arrow, options.text_field, name)
     path = ".".join(column or ())
     leaves = [k for k in range(len(table.schema)) if column is None or table.schema.column(k).path == path]
     for number in range(table.num_row_groups):
@@ -327,7 +338,10 @@ def _arrow_batches(file: BinaryIO, name: str, options: ReadOptions) -> Iterator[
     else:
         table = ipc.open_stream(file)
         batches = iter(table)
-    column = None if options.is_chat else _find_column(table.schema, options.text_field, name)
+    if options.is_chat:
+        column = None
+    else:
+        column = _find_column(table.schema, options.text_field, name)
     for batch in batches:
         yield batch if column is None else _column_of(batch, column)
 
@@ -371,7 +385,10 @@ def _missing_column(schema: pyarrow.Schema, field: str, name: str) -> FileError:
     columns: dict[str, pyarrow.DataType] = {}
     for column in schema:
         is_struct = types.is_struct(column.type) and column.type.num_fields
-        inner = {f"{column.name}.{one.name}": one.type for one in column.type} if is_struct else {}
+        if is_struct:
+            inner = {f"{column.name}.{one.name}": one.type for one in column.type}
+        else:
+            inner = {}
         columns |= inner or {column.name: column.type}
     if any(map(_is_text, columns.values())):
         return missing_field(name, field, list(columns), "column")
@@ -385,7 +402,9 @@ def _column_of(batch: pyarrow.RecordBatch, column: Sequence[str]) -> pyarrow.Arr
     from pyarrow import compute
 
     outer = batch.column(column[0])
-    return compute.struct_field(outer, list(column[1:])) if column[1:] else outer
+    if column[1:]:
+        return compute.struct_field(outer, list(column[1:]))
+    return outer
 
 
 def _read_texts(texts: pyarrow.Array, name: str, row: int) -> Iterator[Record]:

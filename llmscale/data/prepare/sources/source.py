@@ -29,6 +29,19 @@ _RECORD_BYTES = 64
 _MOST_FIELDS = 20
 #: Most names of files that are not read which are kept; of more, the suffixes.
 _MOST_PASSED_OVER = 10_000
+#: Reason of a Rejected, and of a text that is refused.
+ZERO_TAIL = "zero bytes, as a crash or a full disk leaves them at a file's end: cut them off"
+#: Reasons of a PassedOver.
+UNDECODABLE = "texts (not UTF-8)"
+GLOB_CHOOSES = " (--glob chooses files)"
+BESIDE_RECORDS = f"files beside the records{GLOB_CHOOSES}"
+BESIDE_TEXT = f"files beside the text: arrays, or tables that lack its column{GLOB_CHOOSES}"
+HIDDEN = "files with hidden names"
+HALF_PAIRS = "files with halves of surrogate pairs, which became U+FFFD"
+NOT_REGULAR = "files (links to folders, pipes or devices: `cp -rL` makes a copy that includes them)"
+#: Most names in a message.
+MOST_NAMES = 20
+_BUFFER_BYTES = 1 << 20
 
 
 @dataclass(slots=True)  # frozen ones take three times as long to make
@@ -82,21 +95,12 @@ class PassedOver(NamedTuple):
     """Path below the folder that the user named, or in its archive."""
 
 
-#: Reason of a Rejected, and of a text that is refused.
-ZERO_TAIL = "zero bytes, as a crash or a full disk leaves them at a file's end: cut them off"
-#: Reasons of a PassedOver.
-UNDECODABLE = "texts (not UTF-8)"
-GLOB_CHOOSES = " (--glob chooses files)"
-BESIDE_RECORDS = f"files beside the records{GLOB_CHOOSES}"
-BESIDE_TEXT = f"files beside the text: arrays, or tables that lack its column{GLOB_CHOOSES}"
-HIDDEN = "files with hidden names"
-HALF_PAIRS = "files with halves of surrogate pairs, which became U+FFFD"
-NOT_REGULAR = "files (links to folders, pipes or devices: `cp -rL` makes a copy that includes them)"
-
-
 def pass_over(passed_over: set[PassedOver], reason: str, path: PurePath) -> None:
     """Add a file, or its suffix once there are very many."""
-    name = str(path) if len(passed_over) < _MOST_PASSED_OVER else f"*{path.suffix}"
+    if len(passed_over) < _MOST_PASSED_OVER:
+        name = str(path)
+    else:
+        name = f"*{path.suffix}"
     passed_over.add(PassedOver(reason, name[-200:]))
 
 
@@ -144,11 +148,9 @@ class FileError(DataError):
     def __init__(self, name: str, problem: str, remedy: str) -> None:
         """`problem` follows the name, `remedy` is a sentence."""
         super().__init__(f"{name}{problem}. {remedy}".rstrip())
-        self.name, self.problem, self.remedy = name, problem, remedy
-
-
-#: Most names in a message.
-MOST_NAMES = 20
+        self.name = name
+        self.problem = problem
+        self.remedy = remedy
 
 
 def join_errors(errors: Sequence[FileError]) -> FileError:
@@ -156,7 +158,10 @@ def join_errors(errors: Sequence[FileError]) -> FileError:
     if len(errors) == 1:
         return errors[0]
     listed = "; ".join(f"{error.name}{error.problem}" for error in errors[:MOST_NAMES])
-    more = f"; and {len(errors) - MOST_NAMES:,} more" if len(errors) > MOST_NAMES else ""
+    if len(errors) > MOST_NAMES:
+        more = f"; and {len(errors) - MOST_NAMES:,} more"
+    else:
+        more = ""
     remedies = " ".join(dict.fromkeys(error.remedy for error in errors if error.remedy))
     return FileError(f"{len(errors):,} files cannot be read", f": {listed}{more}", remedies)
 
@@ -306,9 +311,6 @@ def suffix_of(path: PurePath) -> str:
     return suffix
 
 
-_BUFFER_BYTES = 1 << 20
-
-
 class InputFile(ABC):
     """A file that can be opened repeatedly."""
 
@@ -333,8 +335,10 @@ class LocalFile(InputFile):
     def __init__(self, path: Path, root: Path) -> None:
         status = path.stat()
         self._path = path
-        self.name, self.relative = str(path), path.relative_to(root).as_posix()
-        self.size_bytes, self.version = status.st_size, status.st_mtime_ns
+        self.name = str(path)
+        self.relative = path.relative_to(root).as_posix()
+        self.size_bytes = status.st_size
+        self.version = status.st_mtime_ns
 
     def open(self) -> BinaryIO:
         # Lines are longer than Python's default buffer of 8 KiB.
@@ -357,7 +361,9 @@ def opened(file: InputFile) -> Iterator[BinaryIO]:
 def walk(root: Path, skipped: Collection[str] = ()) -> tuple[list[Path], list[Path], list[Path]]:
     """Return all files below `root` in path order, all else that is not a folder of this tree (links to folders, pipes,
     devices), and what has a hidden name. Files in hidden folders and in those named in `skipped` is in no list."""
-    files, others, hidden = [], [], []
+    files = []
+    others = []
+    hidden = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in skipped]
         for name in [*names, *subfolders]:
@@ -382,6 +388,9 @@ def describe_passed_over(passed_over: Collection[PassedOver]) -> Iterator[str]:
     for reason, name in sorted(passed_over):
         by_reason.setdefault(reason, []).append(name)
     for reason, names in by_reason.items():
-        more = f" and {len(names) - MOST_NAMES:,} more" if len(names) > MOST_NAMES else ""
+        if len(names) > MOST_NAMES:
+            more = f" and {len(names) - MOST_NAMES:,} more"
+        else:
+            more = ""
         verb = "Read" if reason == HALF_PAIRS else "Skipped"
         yield with_singulars(f"{verb} {len(names):,} {reason}: {', '.join(names[:MOST_NAMES])}{more}.")

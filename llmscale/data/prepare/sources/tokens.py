@@ -52,6 +52,20 @@ from llmscale.untrusted.paths import is_plain_name
 
 #: A longer document is cut into several, so that memory stays bounded without end-of-text tokens.
 MOST_TOKENS = 1 << 22
+_HEADER_BYTES = 256 * 4
+_DTYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
+#: First bytes of llm.c's files, whatever their names.
+LLMC_MAGIC = tuple(struct.pack("<2i", magic, version) for magic, version in _DTYPES)
+_PIECE_TOKENS = 1 << 20
+INDEX_NAME = "index.json"
+_COMPRESSIONS = (".zstd", ".br", ".bz2", ".gz", ".snappy")
+#: Largest shard, as it is read into memory; Streaming's default is 64 MiB.
+_MOST_SHARD_BYTES = 1 << 30
+#: Column of tokens, as llm-foundry names it, and as transformers does; the latter is read if no column is the text.
+_TOKENS_NAME = "tokens"
+_INPUT_IDS_NAME = "input_ids"
+#: Encodings of a column of text or tokens.
+_ENCODING = re.compile(r"str|bytes|json|ndarray(:u?int(8|16|32|64)(:[1-9]\d*(,[1-9]\d*)*)?)?")
 
 
 def need_rules(rules: TokenRules | None, name: str) -> TokenRules:
@@ -73,11 +87,13 @@ def documents_in(
     place: Place = ()
     for piece, tokens in pieces:
         _check(tokens, rules, name)
-        begin, offset = offset, 0
+        begin = offset
+        offset = 0
         for end in (np.flatnonzero(tokens[begin:] == rules.eot_token) + begin).tolist():
             place = (*piece, end + 1)
             yield from _document([*waiting, tokens[begin:end]], place, rules)
-            waiting, begin = [], end + 1
+            waiting = []
+            begin = end + 1
         waiting.append(tokens[begin:])
         place = (*piece, len(tokens))
         if sum(map(len, waiting)) >= MOST_TOKENS:
@@ -87,7 +103,10 @@ def documents_in(
 
 
 def _document(parts: list[TokenArray], place: Place, rules: TokenRules) -> Iterator[Document]:
-    tokens = np.concatenate(parts) if parts else np.zeros(0, np.uint32)
+    if parts:
+        tokens = np.concatenate(parts)
+    else:
+        tokens = np.zeros(0, np.uint32)
     begin = len(rules.bos_tokens)
     if begin and tuple(tokens[:begin].tolist()) == rules.bos_tokens:
         tokens = tokens[begin:]
@@ -97,18 +116,14 @@ def _document(parts: list[TokenArray], place: Place, rules: TokenRules) -> Itera
 
 def _check(tokens: TokenArray, rules: TokenRules, name: str) -> None:
     if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < rules.vocab_size:
-        wrong = int(tokens.max()) if int(tokens.min()) >= 0 else int(tokens.min())
+        if int(tokens.min()) >= 0:
+            wrong = int(tokens.max())
+        else:
+            wrong = int(tokens.min())
         raise DataError(
             f"{name} holds the token {wrong}, and the tokenizer has {rules.vocab_size:,}. Give the tokenizer that it "
             "was made with by --tokenizer."
         )
-
-
-_HEADER_BYTES = 256 * 4
-_DTYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
-#: First bytes of llm.c's files, whatever their names.
-LLMC_MAGIC = tuple(struct.pack("<2i", magic, version) for magic, version in _DTYPES)
-_PIECE_TOKENS = 1 << 20
 
 
 def read_tokens(file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None) -> Iterator[Record]:
@@ -116,7 +131,10 @@ def read_tokens(file: BinaryIO, name: str, options: ReadOptions, rules: TokenRul
     rules = need_rules(rules, name)
     head = file.read(_HEADER_BYTES)
     magic, version, count = np.frombuffer(head[:12].ljust(12, b"\0"), "<i4").tolist()
-    dtype = _DTYPES.get((magic, version)) if len(head) == _HEADER_BYTES else None
+    if len(head) == _HEADER_BYTES:
+        dtype = _DTYPES.get((magic, version))
+    else:
+        dtype = None
     if dtype is None:
         if magic in (20240520, 20240801):
             raise DataError(f"{name} is an llm.c file of the unknown version {version}. Known: 1 and 7.")
@@ -196,16 +214,6 @@ def _pieces(
         raise DataError(f"{name} is truncated: {num_tokens:,} tokens, but its header states {count:,}.")
 
 
-INDEX_NAME = "index.json"
-_COMPRESSIONS = (".zstd", ".br", ".bz2", ".gz", ".snappy")
-#: Largest shard, as it is read into memory; Streaming's default is 64 MiB.
-_MOST_SHARD_BYTES = 1 << 30
-#: Column of tokens, as llm-foundry names it, and as transformers does; the latter is read if no column is the text.
-_TOKENS_NAME, _INPUT_IDS_NAME = "tokens", "input_ids"
-#: Encodings of a column of text or tokens.
-_ENCODING = re.compile(r"str|bytes|json|ndarray(:u?int(8|16|32|64)(:[1-9]\d*(,[1-9]\d*)*)?)?")
-
-
 @dataclass(frozen=True)
 class _Shard:
     name: str
@@ -259,7 +267,8 @@ class MdsSource(Source):
             yield from documents_in(self._tokens(shard, sample), rules, self.name, offset)
             return
         for (number, index), data in self._samples(shard, sample):
-            where, place = f"{self._shards[number].name}, sample {index}", (number, index + 1)
+            where = f"{self._shards[number].name}, sample {index}"
+            place = (number, index + 1)
             try:
                 yield Document(data.decode(), place)
             except UnicodeDecodeError as error:
@@ -345,11 +354,17 @@ def _parse(entry: object, files: Mapping[str, InputFile], text_field: str, where
             f"{where}: the column {wanted} is {encoding[:60]!r}. Legal: bytes (of int64, as llm-foundry writes) or "
             "ndarray for tokens, str for text, json for a list of tokens."
         )
-    zip_name = zip_data.get("basename") if isinstance(zip_data, dict) else None
+    if isinstance(zip_data, dict):
+        zip_name = zip_data.get("basename")
+    else:
+        zip_name = None
     for name in (basename, zip_name):
         if name is not None and not is_plain_name(name):
             raise DataError(f"{where} names the file {str(name)[:80]!r}, which does not name a file beside it.")
-    compression = "" if zip_name is None else PurePath(str(zip_name)).suffix
+    if zip_name is None:
+        compression = ""
+    else:
+        compression = PurePath(str(zip_name)).suffix
     if compression and compression not in _COMPRESSIONS:
         raise DataError(f"{where}: {zip_name} is not compressed by {', '.join(_COMPRESSIONS)}. Uncompress it.")
     if not 0 < num_bytes <= _MOST_SHARD_BYTES or not 0 <= samples <= num_bytes:
@@ -396,7 +411,10 @@ def _column(data: bytes, index: int, shard: _Shard) -> bytes:
     stated = iter(struct.unpack_from(f"<{open_sizes}I", sample))
     place = 4 * open_sizes
     for column, size in enumerate(shard.sizes):
-        length = next(stated) if size is None else size
+        if size is None:
+            length = next(stated)
+        else:
+            length = size
         if column == shard.column:
             if place + length > len(sample):
                 raise ValueError
@@ -428,7 +446,8 @@ def streaming_module(name: str) -> ModuleType:
             "mosaicml-streaming is not installed, and only it reads these shards. "
             f"Install it with `{install_command('train,data')}`."
         )
-    folder, placed = PurePath(package.origin).parent, []
+    folder = PurePath(package.origin).parent
+    placed = []
     for bare, path in (("streaming", folder), ("streaming.base", folder / "base")):
         if bare not in sys.modules:
             sys.modules[bare] = ModuleType(bare)
