@@ -12,6 +12,7 @@ main() {
     check ruff format --check .
     check mypy
     check python scripts/check_prose.py
+    check python scripts/check_density.py
     check python scripts/check_key_tables.py
     shopt -s globstar
     check shellcheck --external-sources scripts/**/*.sh scripts/**/*.sbatch .ci/run

@@ -65,7 +65,10 @@ def _run(args: argparse.Namespace) -> int:
     from llmscale.engine.deepspeed_patches import quiet_libraries
 
     quiet_libraries()
-    harness = _find_harness(named, args, files) if named else None
+    if named:
+        harness = _find_harness(named, args, files)
+    else:
+        harness = None
 
     def answer(folder: Path) -> Evaluation:
         source = _open_model(folder, args)
@@ -127,7 +130,8 @@ def _check_apart(out: Path, model: Path, items: Sequence[Path]) -> None:
     from llmscale.checkpoint.manifest import CHECKPOINTS_NAME
     from llmscale.cli.report import check_apart
 
-    place, folder = out.resolve(), model.resolve()
+    place = out.resolve()
+    folder = model.resolve()
     if place in (path.resolve() for path in items):
         raise ConfigError(f"--json {out} is a file of items; name another file.")
     run = folder.parent.parent if folder.parent.name == CHECKPOINTS_NAME else folder
@@ -183,7 +187,8 @@ def result_lines(evaluation: Evaluation) -> Iterator[str]:
     from llmscale.evaluate.evaluation import total_loss
 
     source = evaluation.source
-    size, active = source.shape.num_parameters, source.shape.active_parameters
+    size = source.shape.num_parameters
+    active = source.shape.active_parameters
     step = "" if source.step is None else f", step {source.step:,}"
     yield f"{source.folder}{step}, {size:,} parameters{f' ({active:,} active)' if active != size else ''}"
     rows: list[tuple[str, str, str, str]] = []

@@ -55,9 +55,15 @@ class Conversation:
         done = 0
         for chunk in chunks:
             text += chunk.text
-            place = text.find(self._end) if self._end else -1
+            if self._end:
+                place = text.find(self._end)
+            else:
+                place = -1
             # The end may arrive in several chunks.
-            safe = place if place >= 0 else max(done, len(text) - len(self._end) + 1)
+            if place >= 0:
+                safe = place
+            else:
+                safe = max(done, len(text) - len(self._end) + 1)
             yield text[done:safe]
             done = safe
             if place >= 0:

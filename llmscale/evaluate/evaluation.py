@@ -75,7 +75,8 @@ def validation_loss(
 
     `progress` gets the sequences done since the last call.
     """
-    device, totals = next(model.parameters()).device, torch.zeros(3, dtype=torch.float64)
+    device = next(model.parameters()).device
+    totals = torch.zeros(3, dtype=torch.float64)
     with torch.inference_mode(), _ending_documents(model, of.document_end):
         for batch in validation_batches(of.shards, RankLayout(0, (1,)), batch_size, of.num_samples):
             totals += batch.sums(model, device)
@@ -152,7 +153,9 @@ def losses_on(
 ) -> dict[str, float]:
     """Return the average over all datasets, or an empty dict without datasets. Raises DataError."""
     losses = [validation_loss(model, one, batch_size=batch_size, progress=progress) for one in sets]
-    return total_loss(losses) if losses else {}
+    if losses:
+        return total_loss(losses)
+    return {}
 
 
 def evaluate(
@@ -175,7 +178,8 @@ def evaluate(
     """
     from llmscale.evaluate.scoring import score_rows
 
-    tokenizer, seq_len = source.tokenizer, source.shape.seq_len
+    tokenizer = source.tokenizer
+    seq_len = source.shape.seq_len
     tasks = [encode_task(replace(file, items=file.items[:limit]), tokenizer, seq_len) for file in files]
     sets = open_validation_sets(source, val_samples)
     of_lm_eval = []
@@ -196,7 +200,10 @@ def evaluate(
             results.append(TaskResult(name, task.values(scores), len(task.file.items)))
     results += of_lm_eval
     is_comparable = limit is None and any(file.format == "hellaswag" for file in files)
-    published = comparable_results(source.shape.active_parameters) if is_comparable else None
+    if is_comparable:
+        published = comparable_results(source.shape.active_parameters)
+    else:
+        published = None
     locations = source.sets.locations if source.sets is not None and losses else ()
     notes = [f"{at.folder}: {at.manifest.note_on_bytes}" for at in locations if at.manifest.note_on_bytes]
     return Evaluation(source, losses, results, published, notes)
@@ -209,7 +216,10 @@ def _run_lm_eval(
     from llmscale.evaluate.conversation import open_template
     from llmscale.evaluate.lm_eval_tasks import open_lm
 
-    template = open_template(source.tokenizer, source.chat_template)[1] if chat else None
+    if chat:
+        template = open_template(source.tokenizer, source.chat_template)[1]
+    else:
+        template = None
     with transformers_folder(source) as folder:
         lm = open_lm(folder, source.shape.seq_len, batch_size, template)
         return harness.run(lm, limit, chat=chat)

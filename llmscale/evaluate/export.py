@@ -88,10 +88,14 @@ def describe_export(
 ) -> ExportedModel:
     """Return a model as transformers will see it: in the family and with the positions of the published model that it
     was made from. Raises ConfigError, CheckpointError."""
-    family = get_family(published.entries, published.source) if published is not None else None
+    if published is not None:
+        family = get_family(published.entries, published.source)
+    else:
+        family = None
     if published is None or family is None or family.lost(trained):
         return ExportedModel(trained, family_of(trained), dtype, shard_bytes)
-    rows, seq_len = None, max(trained.seq_len, published.shape.seq_len)
+    rows = None
+    seq_len = max(trained.seq_len, published.shape.seq_len)
     if trained.positions == "learned":
         rows = last_positions(published, trained.seq_len)
         seq_len = trained.seq_len + (0 if rows is None else len(rows))
@@ -150,7 +154,10 @@ def _configs(model: ExportedModel, tokenizer: Tokenizer) -> tuple[dict[str, obje
     else:
         config = _changed_entries(model.published, model)
         path = (model.published.folder or Path()) / GENERATION_NAME
-        generation = load_json(path, Rules(ConfigError)) if path.is_file() else {}
+        if path.is_file():
+            generation = load_json(path, Rules(ConfigError))
+        else:
+            generation = {}
         _check_tokens((config, generation), own, tokenizer.eot_token, model.shape.vocab_size)
     dtype = "dtype" if "dtype" in config else "torch_dtype"
     config.pop("torch_dtype", None)
@@ -190,7 +197,11 @@ def _end_of_turn(tokenizer: Tokenizer, source: str) -> int | None:
 
 
 def _listed(token: object) -> list[object]:
-    return token if isinstance(token, list) else [] if token is None else [token]
+    if isinstance(token, list):
+        return token
+    if token is None:
+        return []
+    return [token]
 
 
 def _write_json(path: Path, values: Mapping[str, object]) -> None:
@@ -207,7 +218,8 @@ def _parts(stored: Weights, model: ExportedModel, tensor: HFTensor) -> Iterator[
     if tensor.transposed:
         yield _transposed(stored, dtype, tensor)
         return
-    first, count = tensor.first_row * columns, rows * columns - zeros - (0 if last is None else last.numel())
+    first = tensor.first_row * columns
+    count = rows * columns - zeros - (0 if last is None else last.numel())
     for done in range(0, count, _PART_ELEMENTS):
         part = stored.read(tensor.parameter, first + done, min(_PART_ELEMENTS, count - done))
         yield _converted(part, dtype, tensor.name)

@@ -20,6 +20,9 @@ from llmscale.model.gpt import GPT
 
 #: One token per prompt, by the prompt's number.
 TokenByPrompt = dict[int, int]
+#: Last tokens of a prompt to decode the first new token with.
+_PREFIX_TOKENS = 8
+_FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,10 @@ def sample(
                 number: _choose(of_one[:vocab_size], settings, generators[number])
                 for number, of_one in zip(contexts, logits, strict=True)
             }
-            chosen = agree(chosen) if agree else chosen
+            if agree:
+                chosen = agree(chosen)
+            else:
+                chosen = chosen
             chosen = {number: token for number, token in chosen.items() if token != eot_token}
             contexts = {number: contexts[number] for number in chosen}
             for number, token in chosen.items():
@@ -102,13 +108,15 @@ class _Reader:
     """Compute the logits after each context: with a cache, of contexts that fit seq_len, only from their new tokens."""
 
     def __init__(self, model: GPT, cache: KVCache | None) -> None:
-        self._model, self._cache = model, cache
+        self._model = model
+        self._cache = cache
         self._rows = list(range(len(cache.lengths) if cache else 0))
         """Numbers of the contexts, in the order of the cache."""
 
     def next_logits(self, contexts: Mapping[int, list[int]]) -> Tensor:
         """Return logits, [contexts, vocab_size], in fp32 on the CPU, in the order of `contexts`."""
-        seq_len, cache = self._model.shape.seq_len, self._cache
+        seq_len = self._model.shape.seq_len
+        cache = self._cache
         logits: dict[int, Tensor] = {}
         growing = [number for number, context in contexts.items() if cache and len(context) <= seq_len]
         if cache:
@@ -128,7 +136,10 @@ class _Reader:
         # Padded at the end; causal attention keeps padding from the tokens before it.
         tokens = torch.tensor([[*row, *(0,) * (longest - len(row))] for row in rows], device=device)
         ends = torch.tensor([len(row) - 1 for row in rows], device=device)
-        lengths = [cached + len(row) for cached, row in zip(cache.lengths, rows, strict=True)] if cache else []
+        if cache:
+            lengths = [cached + len(row) for cached, row in zip(cache.lengths, rows, strict=True)]
+        else:
+            lengths = []
         was_training = self._model.training
         self._model.eval()
         with torch.no_grad(), attention_of_any_shape():
@@ -167,7 +178,8 @@ def _choose(logits: Tensor, settings: SamplingSettings, generator: torch.Generat
 
 def check_prompt(shape: GPTShape, prompt: Sequence[int], where: str = "the prompt") -> None:
     """Refuse tokens that the model cannot continue; `where` names the prompt. Raises ConfigError."""
-    vocab_size, seq_len = shape.vocab_size, shape.seq_len
+    vocab_size = shape.vocab_size
+    seq_len = shape.seq_len
     if not prompt:
         raise ConfigError(f"{where} has no tokens; give at least one, such as the end-of-text token.")
     if len(prompt) > seq_len:
@@ -175,17 +187,14 @@ def check_prompt(shape: GPTShape, prompt: Sequence[int], where: str = "the promp
             f"{where} has {len(prompt):,} tokens, and the model sees {seq_len:,} (its seq_len). "
             f"Give the last {seq_len:,} or fewer."
         )
-    lowest, highest = min(prompt), max(prompt)
+    lowest = min(prompt)
+    highest = max(prompt)
     if lowest < 0 or highest >= vocab_size:
         wrong = lowest if lowest < 0 else highest
         raise ConfigError(
             f"{where} has token {wrong}, and the model's vocabulary is 0 to {vocab_size - 1}: "
             "it was made with another tokenizer."
         )
-
-
-#: Last tokens of a prompt to decode the first new token with.
-_PREFIX_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -248,7 +257,8 @@ class _Decoder:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._before, self._pending = list(prompt[-_PREFIX_TOKENS:]), list[int]()
+        self._before = list(prompt[-_PREFIX_TOKENS:])
+        self._pending = list[int]()
 
     def add(self, token: int) -> str:
         """Return the text that is complete now; empty in the middle of a character."""
@@ -256,16 +266,14 @@ class _Decoder:
         text = self.rest()
         if text.endswith("\N{REPLACEMENT CHARACTER}"):
             return ""
-        self._before, self._pending = self._pending, []
+        self._before = self._pending
+        self._pending = []
         return text
 
     def rest(self) -> str:
         """Return the text that no chunk contains yet."""
         text = self._tokenizer.decode([*self._before, *self._pending])
         return text[len(self._tokenizer.decode(self._before)) :]
-
-
-_FP32_BYTES = 4
 
 
 def check_memory(shape: GPTShape, batch: int, prompt_len: int, max_new_tokens: int, *, use_cache: bool) -> None:
@@ -293,5 +301,8 @@ def batch_bytes(shape: GPTShape, batch: int, prompt_len: int, max_new_tokens: in
     width = max(in_experts if shape.is_sparse(block) else shape.mlp_width for block in range(shape.n_layer))
     hidden = width * (3 if shape.gated_mlp else 2)
     widest = 2 * shape.n_embd + max(hidden, 2 * shape.qkv_heads * shape.head_dim)
-    cache_bytes = kv_cache_bytes(shape, batch, longest, _FP32_BYTES) if use_cache else 0
+    if use_cache:
+        cache_bytes = kv_cache_bytes(shape, batch, longest, _FP32_BYTES)
+    else:
+        cache_bytes = 0
     return cache_bytes + together * widest * _FP32_BYTES

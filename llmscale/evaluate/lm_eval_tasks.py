@@ -165,7 +165,8 @@ def _check_mentioned(names: set[str], task_folder: Path | None) -> None:
     """Raise ConfigError for a name that no file of lm-eval's tasks mentions: a search takes seconds, parsing more."""
     import lm_eval.tasks
 
-    left, known = set(names), set[str]()
+    left = set(names)
+    known = set[str]()
     for path in Path(lm_eval.tasks.__file__).parent.rglob("*"):
         if left and path.suffix != ".pyc" and path.is_file():
             text = path.read_text(errors="replace")
@@ -194,7 +195,8 @@ def _check_task(manager: TaskManager, spec: str, task_folder: Path | None, limit
 
 def _check_documents(name: str, task: Task, limit: int | None) -> None:
     """Build a task's requests, as lm-eval does again when it runs. Raises ConfigError."""
-    construct, count = task.construct_requests, 0
+    construct = task.construct_requests
+    count = 0
 
     def construct_counting(doc: object, *args: object, **kwargs: object) -> object:
         nonlocal count
@@ -223,7 +225,10 @@ def _reason(error: Exception) -> str:
 
 def _unknown(known: Sequence[str], spec: str, task_folder: Path | None) -> str:
     near = difflib.get_close_matches(spec, known, n=_NEAREST, cutoff=0.6)
-    hint = f" Nearest: {', '.join(near)}." if near else ""
+    if near:
+        hint = f" Nearest: {', '.join(near)}."
+    else:
+        hint = ""
     where = f"among {len(known):,} tasks" + (f", those of {task_folder} included" if task_folder else "")
     return (
         f"task '{spec}' is not {where}.{hint} Legal: a task of lm-eval's or of --task-folder, a task's YAML, or "

@@ -135,12 +135,21 @@ def open_trained_sets(folder: Path, state: RunState, config: RunConfig, remedy: 
         sets = open_recorded_sets(config.data, config.data_cache, given, state.identity)
     except (ConfigError, DataError) as error:
         is_missing = "://" not in config.data and not Path(config.data).exists()
-        why = "does not exist here" if is_missing else f"cannot be opened: {str(error).rstrip('.')}"
+        if is_missing:
+            why = "does not exist here"
+        else:
+            why = f"cannot be opened: {str(error).rstrip('.')}"
     else:
         if sets.fingerprint == state.identity.get("data"):
             return sets
-        why = f"is not what {folder} was trained on" if is_given else "is another dataset now"
-    named = f"--data {given}" if is_given else f"{folder} was trained on {config.data}, which"
+        if is_given:
+            why = f"is not what {folder} was trained on"
+        else:
+            why = "is another dataset now"
+    if is_given:
+        named = f"--data {given}"
+    else:
+        named = f"{folder} was trained on {config.data}, which"
     raise DataError(f"{named} {why}. {remedy}")
 
 
@@ -183,9 +192,13 @@ def open_model(
             raise ConfigError(f"--base {base} has no effect: {folder} holds a model, not adapters. Drop it.")
         return _open_hf_folder(folder, data)
     trained = open_trained_checkpoint(folder, progress, given=data)
-    sets, no_sets = None, ""
+    sets = None
+    no_sets = ""
     if data is not None:
-        identity = trained.state.identity if os.path.abspath(data) == os.path.abspath(trained.config.data) else None
+        if os.path.abspath(data) == os.path.abspath(trained.config.data):
+            identity = trained.state.identity
+        else:
+            identity = None
         sets = open_training_sets(data, identity=identity)
         manifest = trained.sets.manifest
         check_set_matches(
@@ -201,7 +214,8 @@ def open_model(
             sets = open_trained_sets(folder, trained.state, trained.config, remedy, given=None)
         except DataError as error:
             no_sets = str(error)
-    state, shape = trained.state, trained.shape
+    state = trained.state
+    shape = trained.shape
     opened_base = trained.open_base(base, progress)
 
     def open_weights() -> Weights:
@@ -225,7 +239,10 @@ def open_model(
 def _open_hf_folder(folder: Path, data: str | None) -> ModelSource:
     published = read_published_model("the model", f"{PREFIX}{folder}")
     tokenizer = load_tokenizer(f"{PREFIX}{folder}")
-    sets = None if data is None else open_training_sets(data)
+    if data is None:
+        sets = None
+    else:
+        sets = open_training_sets(data)
     if sets is not None:
         fetch_tokenizer(sets.first)
         check_tokenizer_of_weights(sets.first.folder, sets.manifest, folder)
@@ -235,7 +252,10 @@ def _open_hf_folder(folder: Path, data: str | None) -> ModelSource:
                 f"{published.shape.seq_len:,}. Prepare the data with --seq-len {published.shape.seq_len} or less."
             )
 
-    no_sets = "" if sets else f"{folder} is a folder of transformers, which names no dataset. Name one with --data SET."
+    if sets:
+        no_sets = ""
+    else:
+        no_sets = f"{folder} is a folder of transformers, which names no dataset. Name one with --data SET."
 
     def open_weights() -> Weights:
         from llmscale.evaluate.weights import Published

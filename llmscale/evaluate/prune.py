@@ -16,10 +16,12 @@ from llmscale.errors import ConfigError
 from llmscale.model.experts import Experts
 from llmscale.model.gpt import GPT
 
-_GROUP, _ZEROS = 4, 2
+_GROUP = 4
+_ZEROS = 2
 #: Outputs and inputs of a layer must be multiples of these for CUTLASS's 2:4 kernels in 16 bit (cuSPARSELt's accept
 #: smaller ones; torch.sparse.semi_structured).
-_KERNEL_OUTPUTS, _KERNEL_INPUTS = 32, 64
+_KERNEL_OUTPUTS = 32
+_KERNEL_INPUTS = 64
 
 
 @dataclass(frozen=True)

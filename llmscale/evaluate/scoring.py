@@ -59,7 +59,8 @@ def pair_row(tokenizer: Tokenizer, seq_len: int, context: str, continuation: str
         before = encode_text(tokenizer, context[: len(context) - moved])
         scored = together[len(before) :]
     else:
-        before, scored = [prefix_token(tokenizer)], tokenizer.encode(continuation)
+        before = [prefix_token(tokenizer)]
+        scored = tokenizer.encode(continuation)
         if scored[:1] == before:
             scored = scored[1:]
     if not scored or not before:
@@ -81,7 +82,10 @@ def rolling_rows(tokenizer: Tokenizer, seq_len: int, text: str) -> list[Row]:
     """
     tokens = encode_text(tokenizer, text)
     first = tokens[:seq_len]
-    rows = [Row((prefix_token(tokenizer), *first), len(first))] if tokens else []
+    if tokens:
+        rows = [Row((prefix_token(tokenizer), *first), len(first))]
+    else:
+        rows = []
     for start in range(seq_len, len(tokens), seq_len):
         end = min(start + seq_len, len(tokens))
         rows.append(Row(tuple(tokens[end - seq_len - 1 : end]), end - start))
@@ -95,7 +99,10 @@ def batches_by_length(rows: Sequence[Row], max_rows: int, max_tokens: int) -> li
     """
     batches: list[list[int]] = []
     for index in sorted(range(len(rows)), key=lambda index: (-len(rows[index]), rows[index].tokens)):
-        longest = len(rows[batches[-1][0]]) if batches else 0
+        if batches:
+            longest = len(rows[batches[-1][0]])
+        else:
+            longest = 0
         if batches and len(batches[-1]) < max_rows and (len(batches[-1]) + 1) * longest <= max_tokens:
             batches[-1].append(index)
         else:

@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 
 
 _MOST_CHOICES = 64
-_TEXT, _SURROGATE = "text that UTF-8 can hold", re.compile("[\ud800-\udfff]")
+_TEXT = "text that UTF-8 can hold"
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_LLM_C = "llm.c"
+_GPT3 = "Brown et al. 2020, table H.1"
+#: Relative difference in size up to which models are compared.
+_NEAR_FRAC = 0.1
 
 
 @dataclass(frozen=True)
@@ -126,7 +131,10 @@ def _parse_item(record: Mapping[str, object], name: str, line: int, where: str) 
             )
         return value
 
-    context = get(format.context, _TEXT, _is_text) if format.context else ""
+    if format.context:
+        context = get(format.context, _TEXT, _is_text)
+    else:
+        context = ""
     if format.continuation:
         text = get(format.continuation, _TEXT, _is_text)
         return Item(context, (text,), 0, line)
@@ -175,7 +183,9 @@ class EncodedTask:
         items = list(self._items(scores))
         if self.file.format == "text":
             return _text_metrics(items)
-        return _likelihood_metrics(items) if self.file.format == "likelihood" else _choice_metrics(items)
+        if self.file.format == "likelihood":
+            return _likelihood_metrics(items)
+        return _choice_metrics(items)
 
     def _items(self, scores: Sequence[RowScore]) -> Iterator[_Scored]:
         start = 0
@@ -233,7 +243,10 @@ def _likelihood_metrics(items: Sequence[_Scored]) -> dict[str, float]:
     Perplexity is exp of the mean negative log-likelihood per continuation, which in lm-eval's LAMBADA is one word.
     """
     nats = -math.fsum(scored.scores[0].log_likelihood for scored in items) / len(items)
-    perplexity = math.exp(nats) if nats < math.log(1e300) else math.inf
+    if nats < math.log(1e300):
+        perplexity = math.exp(nats)
+    else:
+        perplexity = math.inf
     return {"acc": sum(scored.scores[0].is_greedy for scored in items) / len(items), "perplexity": perplexity}
 
 
@@ -243,12 +256,6 @@ def _text_metrics(items: Sequence[_Scored]) -> dict[str, float]:
     num_bytes = sum(len(scored.item.continuations[0].encode()) for scored in items)
     num_tokens = sum(row.num_scored for scored in items for row in scored.rows)
     return {"bits_per_byte": nats / num_bytes / math.log(2), "loss": nats / num_tokens}
-
-
-_LLM_C = "llm.c"
-_GPT3 = "Brown et al. 2020, table H.1"
-#: Relative difference in size up to which models are compared.
-_NEAR_FRAC = 0.1
 
 
 @dataclass(frozen=True)

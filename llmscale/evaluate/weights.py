@@ -45,7 +45,9 @@ class _WithAdapters:
     """Weights of a checkpoint with adapters; its base has the others."""
 
     def __init__(self, base: Weights, stored: StoredWeights) -> None:
-        self._base, self._stored, self._own = base, stored, frozenset(stored.sizes)
+        self._base = base
+        self._stored = stored
+        self._own = frozenset(stored.sizes)
 
     def read(self, name: str, start: int, elements: int) -> Tensor:
         return (self._stored if name in self._own else self._base).read(name, start, elements)
@@ -57,9 +59,14 @@ def open_stored(folder: Path, shape: GPTShape, base: Weights | None) -> Weights:
     Raises CheckpointError for tensors of another model.
     """
     stored = StoredWeights(folder)
-    frozen = [] if base is None else [tensor for tensor in shape.tensors.all if not is_adapter(tensor.name)]
+    if base is None:
+        frozen = []
+    else:
+        frozen = [tensor for tensor in shape.tensors.all if not is_adapter(tensor.name)]
     _check_same_model(stored.sizes | {tensor.name: tensor.elements for tensor in frozen}, shape, folder)
-    return stored if base is None else _WithAdapters(base, stored)
+    if base is None:
+        return stored
+    return _WithAdapters(base, stored)
 
 
 def _check_same_model(sizes: Mapping[str, int], shape: GPTShape, folder: Path) -> None:
@@ -84,7 +91,8 @@ class Merged:
     """Weights of a model with adapters, to which their products are added: W + (alpha / r) B A."""
 
     def __init__(self, weights: Weights, shape: GPTShape) -> None:
-        self._weights, self._shape = weights, shape
+        self._weights = weights
+        self._shape = shape
         self._sizes = {tensor.name: tensor.parameter.shape for tensor in shape.tensors.all}
 
     def read(self, name: str, start: int, elements: int) -> Tensor:
@@ -96,12 +104,16 @@ class Merged:
             self._weights.read(own, 0, math.prod(self._sizes[own])).view(self._sizes[own])
             for own in (f"{place}.{adapter}" for adapter in ADAPTERS)
         )
-        rank, columns = b.shape[1], a.shape[1]
-        first, last = start // columns, -(-(start + elements) // columns)
-        added, row = weights.new_zeros(last - first, columns), 0
+        rank = b.shape[1]
+        columns = a.shape[1]
+        first = start // columns
+        last = -(-(start + elements) // columns)
+        added = weights.new_zeros(last - first, columns)
+        row = 0
         layer = ".".join(place.split(".")[2:])
         for number, rows in enumerate(self._shape.adapter_rows(layer)):
-            begin, end = max(first, row), min(last, row + rows)
+            begin = max(first, row)
+            end = min(last, row + rows)
             if begin < end:
                 added[begin - first : end - first] = b[begin:end] @ a[number * rank : (number + 1) * rank]
             row += rows
@@ -127,7 +139,8 @@ def open_base_weights(saved: SavedRun, place: str | None, progress: Callable[[in
             if published.folder is None:
                 raise CheckpointError(f"{place} is not on this machine. Download it.")
             listed = find_weights_files(published.folder)
-            weights, files = Published(published, listed), listed.files
+            weights = Published(published, listed)
+            files = listed.files
     except LlmscaleError as error:
         raise explain_missing(place, saved.path, error, "--base") from None
     check_base(replace(base, checksum=checksum_of(base, files)), saved)

@@ -64,7 +64,9 @@ def open_view(
     if plain or not can_move or "utf" not in sys.stdout.encoding.lower() or find_spec("rich") is None:
         return None
     # Some terminals have no size.
-    return LiveView(title, total_steps, meter) if all(os.get_terminal_size(_STDOUT)) else None
+    if all(os.get_terminal_size(_STDOUT)):
+        return LiveView(title, total_steps, meter)
+    return None
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -72,8 +74,12 @@ def sparkline(values: Sequence[float], width: int) -> str:
     if not values:
         return ""
     means = [float(part.mean()) for part in np.array_split(np.array(values), min(width, len(values)))]
-    low, high = min(means), float(np.percentile(means, _TOP, method="higher"))
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    low = min(means)
+    high = float(np.percentile(means, _TOP, method="higher"))
+    if high > low:
+        scale = (len(_BARS) - 1) / (high - low)
+    else:
+        scale = 0.0
     return "".join(_BARS[min(7, round((mean - low) * scale))] for mean in means)
 
 
@@ -83,7 +89,9 @@ class LiveView:
     def __init__(self, title: str, total_steps: int, meter: StepMeter) -> None:
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-        self._title, self._total_steps, self._meter = title, total_steps, meter
+        self._title = title
+        self._total_steps = total_steps
+        self._meter = meter
         self._bar = Progress(
             TextColumn("[bold]step {task.completed:,}/{task.total:,}"),
             BarColumn(),
@@ -142,7 +150,8 @@ class LiveView:
     def draw(self) -> None:
         """Draw a frame by one write, which no other process can interrupt."""
         columns, rows = os.get_terminal_size(_STDOUT)
-        lines, room = self.render(columns), max(0, rows - _MIN_OTHER_ROWS)
+        lines = self.render(columns)
+        room = max(0, rows - _MIN_OTHER_ROWS)
         if len(lines) > room:
             lines = lines[1 : room + 1]  # the title goes first
         last = rows - len(lines)
@@ -153,7 +162,10 @@ class LiveView:
             if self._reserved != (columns, rows, len(lines)):
                 # Only an older view can be below the cursor, wherever a change of size moved it. An index (ESC D) makes
                 # room below the cursor.
-                scrolled = "\x1bD" * len(lines) + f"\x1b[{len(lines)}A" if lines else ""
+                if lines:
+                    scrolled = "\x1bD" * len(lines) + f"\x1b[{len(lines)}A"
+                else:
+                    scrolled = ""
                 reserve = f"{GIVE_BACK}{scrolled}\x1b7\x1b[1;{last}r\x1b8"
                 self._reserved = (columns, rows, len(lines))
             drawn = "".join(f"\x1b[{last + number};1H\x1b[0m\x1b[2K{line}" for number, line in enumerate(lines, 1))
@@ -170,11 +182,17 @@ class LiveView:
         from rich.rule import Rule
         from rich.text import Text
 
-        left = f"{format_duration(self._metrics.eta_s)} left" if self._metrics else ""
+        if self._metrics:
+            left = f"{format_duration(self._metrics.eta_s)} left"
+        else:
+            left = ""
         done = self._steps_before + self._meter.done_steps
         self._bar.update(self._task, completed=done, left=left, pause=self._meter.pausing_for or "")
         title = Rule(Text(make_visible_line(self._title), style="bold"), align="left", style="bright_black")
-        numbers = self._numbers(self._metrics, columns) if self._metrics else [Text("no step is logged yet")]
+        if self._metrics:
+            numbers = self._numbers(self._metrics, columns)
+        else:
+            numbers = [Text("no step is logged yet")]
         file = io.StringIO()
         # rich reads TERM, COLORTERM and NO_COLOR itself.
         console = Console(file=file, width=columns, force_terminal=True, legacy_windows=False, highlight=False)
@@ -187,7 +205,10 @@ class LiveView:
         from rich.text import Text
 
         def line(name: str, value: str, rest: str, curve: Sequence[float] = ()) -> Text:
-            bars = f"{sparkline(curve, columns // 3)} " if curve else ""
+            if curve:
+                bars = f"{sparkline(curve, columns // 3)} "
+            else:
+                bars = ""
             return Text.assemble((f"{name:<6}", "bright_black"), (f"{value:<9}", "bold"), (bars, "yellow"), f" {rest}")
 
         norm = "" if m.grad_norm is None else f"gradient norm {m.grad_norm:.3f}"

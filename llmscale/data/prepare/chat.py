@@ -58,9 +58,14 @@ def find_template(tokenizer: Tokenizer, source: str | None = None, end: str = ""
 
 def _describe_ends(tokenizer: Tokenizer) -> str:
     """Return a sentence on the special tokens that may end a turn, those that are named like that first."""
-    texts = tokenizer.special_texts() if isinstance(tokenizer, HuggingFaceTokenizer) else ()
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        texts = tokenizer.special_texts()
+    else:
+        texts = ()
     ends = sorted(texts, key=lambda text: not _NAME_OF_END.search(text))[:4]
-    return f" It has {', '.join(map(repr, ends))}." if ends else ""
+    if ends:
+        return f" It has {', '.join(map(repr, ends))}."
+    return ""
 
 
 def describe_template(tokenizer: Tokenizer, template: ChatTemplate) -> Iterator[str]:
@@ -105,7 +110,9 @@ class ChatEncoder:
 
     def __init__(self, tokenizer: Tokenizer, settings: ChatSettings, seq_len: int) -> None:
         """The tokenizer parses special tokens. A row has seq_len + 1 tokens."""
-        self._tokenizer, self._settings, self._length = tokenizer, settings, seq_len + 1
+        self._tokenizer = tokenizer
+        self._settings = settings
+        self._length = seq_len + 1
 
     def encode_conversations(self, documents: Sequence[str]) -> Iterator[Encoded]:
         """Yield the tokens of each conversation, given as `conversation_text` returns it. Raises DataError."""
@@ -142,7 +149,9 @@ class ChatEncoder:
             return Encoded(nothing, TOO_LONG)
         tokens = tokens[: self._length]
         tokens[0] = tokens[0] & ~TARGET | BEGIN
-        return Encoded(tokens) if (tokens & TARGET).any() else Encoded(nothing, NO_TARGET)
+        if (tokens & TARGET).any():
+            return Encoded(tokens)
+        return Encoded(nothing, NO_TARGET)
 
     def prompt_tokens(self, messages: Sequence[Message]) -> list[int]:
         """Return the token ids that the assistant's next turn continues, encoded as in training. Raises DataError."""

@@ -107,7 +107,9 @@ class ChatTemplate:
 
     def __init__(self, source: str, special: Mapping[str, object], name: str) -> None:
         """`special` are the texts of special tokens, such as `bos_token`. Raises DataError for invalid Jinja."""
-        self.source, self.name, self._special = source, name, special
+        self.source = source
+        self.name = name
+        self._special = special
         #: Processes that wait for a request: each thread takes one.
         self._idle = [_Process(name, source, special)]
         self._facts = self._idle[0].facts
@@ -144,7 +146,8 @@ class ChatTemplate:
             size += len(document)
             if len(part) == _MOST_DOCUMENTS or size > _MOST_CHARACTERS:
                 yield from (Rendered(*one) for one in self._ask(documents=part))
-                part, size = [], 0
+                part = []
+                size = 0
         if part:
             yield from (Rendered(*one) for one in self._ask(documents=part))
 

@@ -78,7 +78,9 @@ def find_problem(messages: Sequence[Message]) -> str:
     """Return what is wrong with the turns of a conversation, or an empty text."""
     roles = [message["role"] for message in messages]
     if unknown := [role for role in roles if role not in _ROLES]:
-        return f"with a turn of the role {unknown[0][:40]!r}" if unknown[0] else "with a turn without a role"
+        if unknown[0]:
+            return f"with a turn of the role {unknown[0][:40]!r}"
+        return "with a turn without a role"
     for message in messages:
         content = message.get("content")
         parts = content if isinstance(content, list) else []
@@ -151,7 +153,10 @@ class _Marker:
         return marked
 
     def _mark_answer(self, text: str, number: int, role: str) -> str:
-        pieces = _THOUGHT_TAG.split(text) if role == "assistant" else [text]
+        if role == "assistant":
+            pieces = _THOUGHT_TAG.split(text)
+        else:
+            pieces = [text]
         for k in range(0, len(pieces), 2):
             is_thought = k + 1 < len(pieces) and pieces[k + 1][1] == "/"
             pieces[k] = self._mark(pieces[k], number, role, is_thought=is_thought)
@@ -173,7 +178,10 @@ class _Marker:
 def _functions(calls: Sequence[Any]) -> Iterator[dict[str, Any]]:
     """Yield the name and arguments of calls."""
     for call in calls:
-        function = call.get("function", call) if isinstance(call, dict) else None
+        if isinstance(call, dict):
+            function = call.get("function", call)
+        else:
+            function = None
         if isinstance(function, dict) and isinstance(function.get("name"), str):
             yield function
 
@@ -236,7 +244,8 @@ class Renderer:
 
     def __init__(self, source: str, special: Mapping[str, object]) -> None:
         """`special` are the texts of special tokens, such as `bos_token`. Raises whatever Jinja and Python raise."""
-        self._template, self._special = _compile(source), special
+        self._template = _compile(source)
+        self._special = special
         self._has_generation = _HAS_GENERATION.search(source) is not None
         #: Beginnings of an assistant's turn, and what ends one, the longest first.
         self._headers: list[str] = []
@@ -256,7 +265,8 @@ class Renderer:
 
     def examine(self) -> dict[str, object]:
         """Return what the template does to conversations: the ends of turns, and the system text that it adds."""
-        question, answer = {"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}
+        question = {"role": "user", "content": _QUESTION}
+        answer = {"role": "assistant", "content": _ANSWER}
         errors = []
         for form in _forms([question, answer]):
             try:
@@ -273,7 +283,10 @@ class Renderer:
         asked = self._try(form[:1])
         prompt = self._try(form[:1], prompts=True)
         of_question = asked.partition(_QUESTION)[2]
-        header = prompt[len(asked) :] if prompt.startswith(asked) else prompt.partition(_QUESTION)[2]
+        if prompt.startswith(asked):
+            header = prompt[len(asked) :]
+        else:
+            header = prompt.partition(_QUESTION)[2]
         inner, _, rest = self._try([*form, *form]).partition(_ANSWER)
         inner = inner.partition(_QUESTION)[2].removeprefix(of_question)
         # Earlier turns may lack the end of a prompt, such as `<think>`.
@@ -342,14 +355,19 @@ class Renderer:
             turns = finder.without_context(generations)
         else:
             turns = finder.find_turns(self._headers, self._tails)
-        return Rendered(refusal=UNLOCATED) if turns is None else Rendered(text, turns)
+        if turns is None:
+            return Rendered(refusal=UNLOCATED)
+        return Rendered(text, turns)
 
 
 class _Finder:
     """Finds the assistant's turns in the text of one conversation."""
 
     def __init__(self, renderer: Renderer, messages: Sequence[Message], more: Mapping[str, object], text: str) -> None:
-        self._render, self._messages, self._more, self._text = renderer.render, messages, more, text
+        self._render = renderer.render
+        self._messages = messages
+        self._more = more
+        self._text = text
         self._answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         self._marker = _Marker(messages, _ROLES)
         #: Texts that marks found, and the roles whose texts they find.
@@ -359,11 +377,16 @@ class _Finder:
     def find_texts(self) -> None:
         """Find all texts by their marks, or else the assistant's, where marks change nothing else."""
         for roles in (_ROLES, ("assistant",)):
-            marker = self._marker if roles is _ROLES else _Marker(self._messages, roles)
+            if roles is _ROLES:
+                marker = self._marker
+            else:
+                marker = _Marker(self._messages, roles)
             with suppress(Exception):
                 without, spans = _split(_generations(self._render(marker.messages, self._more))[0])
                 if without == self._text:
-                    self._marker, self._spans, self._roles = marker, spans, roles
+                    self._marker = marker
+                    self._spans = spans
+                    self._roles = roles
                     return
 
     def find_dropped(self) -> tuple[str, str] | None:
@@ -378,10 +401,18 @@ class _Finder:
             if place.role not in self._roles:
                 # Most are in the order of the turns.
                 begin = self._text.find(place.text, done)
-                done = begin + len(place.text) if begin >= 0 else done
+                if begin >= 0:
+                    done = begin + len(place.text)
+                else:
+                    done = done
                 is_shown = begin >= 0 or _is_shown(place.text, self._text, counts[place.text])
             if not is_shown:
-                kind = " (thoughts)" if place.is_thought else " (a call of a tool)" if place.is_call else ""
+                if place.is_thought:
+                    kind = " (thoughts)"
+                elif place.is_call:
+                    kind = " (a call of a tool)"
+                else:
+                    kind = ""
                 return place.role + kind, place.text
         return next((one for one in self._values() if not _is_shown(one[1], self._text)), None)
 
