@@ -1,3 +1,3 @@
 """llmscale: train a GPT under DeepSpeed ZeRO, from one CPU to many nodes, and never lose a sample."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
