@@ -64,6 +64,7 @@ LATE_IMPORTS = (
 #: Need packages that few processes need, or are what is started.
 NOT_IMPORTED = (
     "llmscale.__main__",
+    "llmscale.dry_run.hf_module",
     "llmscale.evaluate.lm_eval_tasks",
 )
 _PR_SET_PDEATHSIG = 1

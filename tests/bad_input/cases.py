@@ -159,7 +159,7 @@ NUMBERS = [
 
 PATHS = [
     ("train --data ''", r"data = '': must not be empty"),
-    ("train --data LONG", r"data = 'x+': must not hold names of more than 255 bytes; one has 300"),
+    ("train --data LONG", r"data = 'x+\.\.\.: must not hold names of more than 255 bytes; one has 300"),
     ("train --run ''", r"run = '': must not be empty"),
     ("train --run hf://user/run", r"run = 'hf://user/run': must be a path, or a run in a store: s3://BUCKET/NAME"),
     ("train --run s3://bucket/../run", r"run = 's3://bucket/../run': must be a path, or a run in a store"),
@@ -405,7 +405,7 @@ PUBLISHED = [
         r"--init-from hf:hub/none is not a file or folder here, is not in the Hugging Face cache.*HF_HUB_OFFLINE",
     ),
     ("train --init-from hf:", r"--init-from hf: names nothing"),
-    ("train --init-from hf:LONG", r"init_from = 'hf:x+': must not hold names of more than 255 bytes"),
+    ("train --init-from hf:LONG", r"init_from = 'hf:x+\.\.\.: must not hold names of more than 255 bytes"),
     ("train --init-from hf:./none", r"--init-from hf:./none does not exist. Give a config.json, its folder, or a name"),
     ("train --init-from hf:empty", r"--init-from hf:empty is not JSON"),
     ("HF_HUB_OFFLINE=1 train --init-from hf:fifo", r"--init-from hf:fifo is not a file or folder"),
@@ -531,7 +531,7 @@ RUNS = [
     ("llmscale smple", r"^error: 'smple' is not known. Did you mean 'sample'\? Legal: plan, "),
     (
         "llmscale checkpoint lst",
-        r"^error: 'lst' is not known. Did you mean 'list'\? Legal: list, show, verify, prune, diff.\n",
+        r"^error: 'lst' is not known. Did you mean 'list'\? Legal: list, show, verify, prune, diff, .*, reshard.\n",
     ),
     (
         "llmscale sample r p --top-k x",

@@ -220,7 +220,7 @@ def test_weights_that_need_a_long_period_are_rounded_and_none_is_lost() -> None:
     [
         ("", "sets"),
         ("sets: [a, b]\nweights: {a: 1}", "sets"),
-        ("sets: {7: a}\nweights: {7: 1}", "sets.7 = '7'"),
+        ("sets: {7: a}\nweights: {7: 1}", "sets.7 = 7"),
         ('sets: {"a\\nb": a}\nweights: {a: 1}', "must be letters"),
         (SETS + "stages: [{util: 1, weights: {web: 1}}]", "'stages.1.util'. Did you mean 'until'?"),
         (f"sets: {{a: {'x' * 5000}}}\nweights: {{a: 1}}", "sets.a"),
@@ -229,7 +229,7 @@ def test_weights_that_need_a_long_period_are_rounded_and_none_is_lost() -> None:
         (SETS + "weights: {web: 1, code: 1, math: 1}\nstages: []", "either"),
         (SETS + "weight: {web: 1}", "'weight'"),
         (SETS + "weights: {web: 1, code: 1, maths: 1}", "math"),
-        (SETS + "weights: {web: 1, code: 1, math: -1}", "'-1'"),
+        (SETS + "weights: {web: 1, code: 1, math: -1}", "weights.math = -1"),
         (SETS + "weights: {web: 1, code: 1, math: .nan}", "nan"),
         (SETS + "weights: {web: 1, code: 1}", "math"),
         (SETS + "weights: {web: 0, code: 0, math: 0}", "0"),
