@@ -308,8 +308,6 @@ def open_checkpoint(
     what = "has no checkpoints yet" if path.is_dir() else "does not exist"
     if path.is_dir() and path.name == CHECKPOINTS_NAME:
         what = "holds checkpoints, and is not a run folder"
-    else:
-        what = what
     if path.parent.name == CHECKPOINTS_NAME and not path.is_dir():
         others = find_checkpoints(path.parent.parent).current
         newest = f" The newest of its run is {others[0].path.name}." if others else ""
@@ -324,19 +322,19 @@ def open_checkpoint(
     raise CheckpointError(f"{path} {what}. Name a run folder of train.py (--run), or one of its checkpoints/step-*.")
 
 
-def use_checkpoint(find: Callable[[], Path], use: Callable[[Path], _T]) -> _T:
-    """Return `use(find())`; if training removed the checkpoint meanwhile, find and use another.
+def use_checkpoint(folder: Path, find: Callable[[], Path], use: Callable[[Path], _T]) -> _T:
+    """Return `use(folder)`; if training removed that checkpoint meanwhile, find and use another.
 
     Raises CheckpointError.
     """
     for _ in range(_MOST_TRIES - 1):
-        folder = find()
         try:
             return use(folder)
         except CheckpointError:
             if folder.is_dir():
                 raise
-    return use(find())
+            folder = find()
+    return use(folder)
 
 
 def _of_step(listing: FoundCheckpoints, run: Path, step: int) -> Checkpoint:

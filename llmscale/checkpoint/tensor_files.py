@@ -269,8 +269,6 @@ def _check_extents(file: Path, places: list[tuple[int, int]], num_bytes: int | N
     with unreadable_as(CheckpointError, file):
         if num_bytes is None:
             num_bytes = check_regular(file, follow_links=False).st_size
-        else:
-            num_bytes = num_bytes
     ends = [0, *(offset + length for offset, length in places)]
     if ends[-1] > num_bytes or any(offset < end for (offset, _), end in zip(places, ends, strict=False)):
         raise CheckpointError(f"{file.parent / INDEX_NAME} places tensors beyond the end of {file.name} or twice.")

@@ -60,7 +60,7 @@ def _run(args: argparse.Namespace) -> int:
     go_offline()
     files = _read_files(args)
     find = partial(find_model, args.run, print_to_stderr, args.step)
-    find()
+    folder = find()
     named = _named_tasks(args)
     from llmscale.engine.deepspeed_patches import quiet_libraries
 
@@ -76,7 +76,7 @@ def _run(args: argparse.Namespace) -> int:
             import llmscale.evaluate.evaluation  # noqa: F401
         return _evaluate(source, files, harness, args)
 
-    evaluation = use_checkpoint(find, answer)
+    evaluation = use_checkpoint(folder, find, answer)
     for line in result_lines(evaluation):
         print_visible(line)
     if args.json is not None:

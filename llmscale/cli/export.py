@@ -42,7 +42,7 @@ def _run(args: argparse.Namespace) -> int:
     from llmscale.untrusted.terminal import print_to_stderr
 
     find = partial(find_checkpoint, args.run, print_to_stderr, step=args.step)
-    return use_checkpoint(find, partial(_export, args))
+    return use_checkpoint(find(), find, partial(_export, args))
 
 
 def _export(args: argparse.Namespace, folder: Path) -> int:

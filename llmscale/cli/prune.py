@@ -61,7 +61,7 @@ def _run(args: argparse.Namespace) -> int:
     else:
         gpu = get_gpu(args.gpu, other="")
     find = partial(find_model, args.run, print_to_stderr, args.step)
-    return use_checkpoint(find, partial(_prune, args, gpu))
+    return use_checkpoint(find(), find, partial(_prune, args, gpu))
 
 
 def _prune(args: argparse.Namespace, gpu: GPU | None, folder: Path) -> int:

@@ -108,8 +108,7 @@ def _run(args: argparse.Namespace) -> int:
 
     prompts = _prompts(args)
     find = partial(find_model, args.run or _newest_run(), print_to_stderr, args.step)
-    # Once before torch is imported, so that a wrong name is answered at once.
-    find()
+    folder = find()
     from llmscale.engine.deepspeed_patches import quiet_libraries
 
     with show_if_slow("importing torch"):
@@ -121,7 +120,7 @@ def _run(args: argparse.Namespace) -> int:
 
     quiet_libraries()
     with show_if_slow("loading the weights"):
-        source, model = use_checkpoint(find, load)
+        source, model = use_checkpoint(folder, find, load)
         sampler = _Sampler(model, source.tokenizer, partial(encode_prompt, source.tokenizer), args)
         if args.chat:
             from llmscale.evaluate.conversation import Conversation

@@ -199,12 +199,8 @@ class FlagParser(argparse.ArgumentParser):
             action = self._option_string_actions.get(name)
             if action is None:
                 continue
-            if equals:
-                value = value
-            elif action.nargs != 0:
+            if not equals and action.nargs != 0:
                 value = following
-            else:
-                value = ""
             if action.dest in given and not isinstance(action, argparse._AppendAction):
                 first, before = given[action.dest]
                 if first != name:

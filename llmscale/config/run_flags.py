@@ -79,8 +79,6 @@ def describe_keys() -> dict[str, KeyText]:
             above = lines[key.lineno - 2].strip()
             if above.startswith("# "):
                 section = above.removeprefix("# ")
-            else:
-                section = section
             # `key(...)` is the value, `shape_key(...)` within the type; other fields are not keys.
             for call in ast.walk(key):
                 if isinstance(call, ast.Call) and ast.unparse(call.func) in ("key", "shape_key"):

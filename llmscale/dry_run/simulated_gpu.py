@@ -343,8 +343,6 @@ def _attention(
     if kernel in ("flash", "flash_padded"):
         if scale is None:
             scale = 1 / math.sqrt(head_dim)
-        else:
-            scale = scale
         padding = -head_dim % 8
         if padding:
             query, key, value = (F.pad(tensor, (0, padding)) for tensor in (query, key, value))
@@ -371,8 +369,6 @@ def flash_attention(
     """Run FlashAttention of [batch, n_head, t, head_dim], whose heads must be a multiple of 8 wide."""
     if scale is None:
         scale = 1 / math.sqrt(query.shape[-1])
-    else:
-        scale = scale
     y: Tensor = _aten._scaled_dot_product_flash_attention(query, key, value, dropout, is_causal, False, scale=scale)[0]
     return y
 

@@ -292,8 +292,6 @@ class _InTiles(torch.autograd.Function):
                 tile = run(x[start : start + tile_tokens])
                 if y is None:
                     y = tile.new_empty(x.shape)
-                else:
-                    y = y
                 y[start : start + tile_tokens] = tile
         assert y is not None
         return y

@@ -92,8 +92,6 @@ def sample(
             }
             if agree:
                 chosen = agree(chosen)
-            else:
-                chosen = chosen
             chosen = {number: token for number, token in chosen.items() if token != eot_token}
             contexts = {number: contexts[number] for number in chosen}
             for number, token in chosen.items():

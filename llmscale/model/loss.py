@@ -328,8 +328,6 @@ def _unfused(logits: Tensor, targets: Tensor, inputs: _LossInputs, buffers: _Los
         at_target = of_target.expm1()
         if with_z:
             at_target = at_target + (factor - 1) * of_target.exp()
-        else:
-            at_target = at_target
         logits.scatter_(1, target, at_target.to(inputs.dtype))
 
 

@@ -302,8 +302,6 @@ class MeanGradients:
             total = self._add(parts)
             if watched.facts.zero_stage == 0:
                 total = total.to(watched.facts.model)
-            else:
-                total = total
             near = [(total / size).to(watched.facts.sent).double()]
         exact, absolute, *near = watched.sum(torch.stack([exact / size, absolute / size, *near]))
         near = [part.to(watched.facts.sent) for part in near]

@@ -110,9 +110,7 @@ def given_flags(starts: Iterable[Record]) -> dict[str, str]:
             name, equals, value = word.partition("=")
             if name.startswith("--"):
                 key = name.removeprefix("--").replace("-", "_")
-                if key in KEYS:
-                    key = key
-                else:
+                if key not in KEYS:
                     key = key.removeprefix("no_")
                 given[key] = value if equals else following
     return given

@@ -46,9 +46,7 @@ class StatusLine:
         """Begin the next phase. It is shown once it has lasted `after_s` seconds, in a log at least LOG_S."""
         if self._is_silent:
             return
-        if self._redraws:
-            after_s = after_s
-        else:
+        if not self._redraws:
             after_s = max(after_s, LOG_S)
         if not after_s:
             self._say(f"{words} ...")

@@ -139,9 +139,7 @@ def read_inputs(run: RunConfig | PreparedRun, arguments: Sequence[str] | None = 
     `arguments` are train.py's, if this process has others. Raises ConfigError, DataError or CheckpointError; writes
     nothing.
     """
-    if isinstance(run, PreparedRun):
-        run = run
-    else:
+    if not isinstance(run, PreparedRun):
         run = PreparedRun(run)
     config = run.config
     left_out = ""

@@ -326,9 +326,7 @@ def _join_ranks(start: Start, clock: StartupClock, progress: Callable[[], object
     """Join ranks that were started alike, and complete the published weights on each of their disks. Collective."""
     with clock.phase("ranks", "joining the ranks"):
         world = join_world()
-        if is_gpu():
-            start = start
-        else:
+        if not is_gpu():
             start = _on_cpu(start, world, report_on_main(world, clock.announcer))
         allow_tf32(start.resolved.precision)
         on_all_ranks(world.control, lambda: check_device(start.resolved))

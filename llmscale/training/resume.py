@@ -115,9 +115,7 @@ def _find_named(
     """Return the checkpoint that the user named, or `at`, verified; None without one. Collective."""
     config = start.config
     flag, path = ("--init-from", config.init_from) if at is None and config.init_from else ("--resume", config.resume)
-    if at is None:
-        path = path
-    else:
+    if at is not None:
         path = str(at)
     if path is None or path in ("auto", "none") or is_published(path):
         return None

@@ -374,7 +374,7 @@ def test_a_checkpoint_that_training_removed_meanwhile_is_replaced_by_the_newest(
             save_steps(30, keep_last=1)
         return open_checkpoint(folder).step
 
-    assert use_checkpoint(lambda: find_checkpoint(run), read) == 30
+    assert use_checkpoint(find_checkpoint(run), lambda: find_checkpoint(run), read) == 30
 
 
 def test_a_damaged_checkpoint_is_not_read_twice(save_steps: Callable, tmp_path: Path) -> None:
@@ -386,5 +386,5 @@ def test_a_damaged_checkpoint_is_not_read_twice(save_steps: Callable, tmp_path: 
         raise CheckpointError("damaged")
 
     with pytest.raises(CheckpointError, match="damaged"):
-        use_checkpoint(lambda: find_checkpoint(tmp_path / "run"), read)
+        use_checkpoint(find_checkpoint(tmp_path / "run"), lambda: find_checkpoint(tmp_path / "run"), read)
     assert len(seen) == 1

@@ -303,8 +303,6 @@ def _check_numbers(job: Mapping[str, Any]) -> None:
     case = read_case(job["flags"])
     if job["is_undivided"]:
         case = undivided(case)
-    else:
-        case = case
     world = join_world()
     report = check_run(case, world, None if job["tries"] is None else tuple(job["tries"]))
     if world.is_main:

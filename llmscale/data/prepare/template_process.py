@@ -403,8 +403,6 @@ class _Finder:
                 begin = self._text.find(place.text, done)
                 if begin >= 0:
                     done = begin + len(place.text)
-                else:
-                    done = done
                 is_shown = begin >= 0 or _is_shown(place.text, self._text, counts[place.text])
             if not is_shown:
                 if place.is_thought:

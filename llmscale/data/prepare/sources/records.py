@@ -98,8 +98,6 @@ def read_jsonl(file: BinaryIO, name: str, options: ReadOptions, rules: TokenRule
             continue
         if number == 1:
             line = line.removeprefix(_BOM)
-        else:
-            line = line
         if line.isspace() or not line:
             continue
         if not line.strip(b"\0\r\n"):
